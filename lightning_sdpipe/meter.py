@@ -179,6 +179,21 @@ class Meter:
         return 0 if self._descriptor < 0 else int(os.pread(self._descriptor, 64, 0).split()[1])
 
 
+class Traffic:
+    """Bytes sent to other replicas; several threads may add to them."""
+
+    def __init__(self, sent: int = 0) -> None:
+        self.bytes = sent
+        self._lock = threading.Lock()
+
+    def add(self, sent: int) -> None:
+        with self._lock:
+            self.bytes += sent
+
+    def __reduce__(self) -> tuple[type[Traffic], tuple[int]]:
+        return Traffic, (self.bytes,)  # a lock stays where it is
+
+
 class _Local(threading.local):
     meter: Meter | None = None
 

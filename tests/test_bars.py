@@ -38,7 +38,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 38_300,
+    "code lines of the package": 38_250,
     "code lines of recipes, without baselines and tools": 7_390,
     "code lines of tests": 42_350,
     "statements that raise something": 562,
@@ -49,9 +49,9 @@ BARS = {
 VOCABULARY = re.compile(r"Event|Decision|Request|Reply|Question|Effect|FromProcess")
 """Unions with such a name list the types that their users pass to each other."""
 
-WAY = 35
+WAY = 28
 """Modules of the package in which code runs between two mini-batches of SemiDecentralized under 1F1B, on two pipelines
-of two stages. The aim is 30; the number is only ever made smaller."""
+of two stages; the number is only ever made smaller."""
 
 CALLS = 166
 """Python functions that a step of one pipeline of one stage calls beyond a step of Lightning's DDP, which calls about

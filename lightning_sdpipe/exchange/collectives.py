@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import GroupMean, Pending, Scratch, pieces_of
+from lightning_sdpipe.exchange.transfers import name_of
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
@@ -111,7 +112,7 @@ class SumInPlace:
             left = [each for each in self._under_way if not each.is_completed()]
             if left:  # which the destructor of their group would wait for; it is not called while a thread runs
                 threading.Thread(target=_outlast, args=[left, self.replicas.group], daemon=True).start()
-            names = [self.replicas.name(pipeline) for pipeline in self.replicas.pipelines]
+            names = [name_of(self.replicas, pipeline) for pipeline in self.replicas.pipelines]
             raise WorkerFailedError(f"adding up with {names} failed: {str(error).splitlines()[0]}") from error
 
 

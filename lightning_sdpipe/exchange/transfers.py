@@ -167,16 +167,16 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
     for pipeline, aim in into.items():
         if aim.numel():
             landing = aim
-            if replicas.stages(aim):
+            if p2p.through_host(aim, replicas.group):
                 landing = p2p.pinned_like(aim)
                 transfers.staged.append((landing, aim))
             operations.append((False, pipeline, landing))
     for pipeline, tensor in outgoing.items():
         if tensor.numel():
-            staged = p2p.pinned_like(tensor).copy_(tensor) if replicas.stages(tensor) else tensor
-            operations.append((True, pipeline, staged))
-    names = [replicas.name(pipeline) for _, pipeline, _ in operations]
-    if operations and replicas.coalesces(operations[0][2].device):
+            by_host = p2p.through_host(tensor, replicas.group)
+            operations.append((True, pipeline, p2p.pinned_like(tensor).copy_(tensor) if by_host else tensor))
+    names = [name_of(replicas, pipeline) for _, pipeline, _ in operations]
+    if operations and _coalesces(replicas.group, operations[0][2]):
         batch = [
             dist.P2POp(
                 dist.isend if sends else dist.irecv,
@@ -201,6 +201,16 @@ def begin(outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: 
         except RuntimeError as error:
             raise _failed(name, error) from error
     return transfers
+
+
+def name_of(replicas: Replicas, pipeline: int) -> str:
+    """Name the replica of ``pipeline``, for errors."""
+    return f"pipeline {pipeline} of stage {replicas.stage}"
+
+
+def _coalesces(group: Any, tensor: Tensor) -> bool:
+    """Return whether messages of both directions must be begun together (NCCL)."""
+    return isinstance(group, dist.ProcessGroup) and group._get_backend(tensor.device).supports_coalescing
 
 
 def _wait(message: PendingMessage, limit: timedelta) -> None:

@@ -29,7 +29,6 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.lightning_internals import Method, compute_on_cpu, current, data_source
 from lightning_sdpipe.loop.loop import trains_whole_epochs
-from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.partition import apart, plan, rehearsal
 from lightning_sdpipe.partition.chain import Block
 from lightning_sdpipe.partition.costs import Costs, rates_of
@@ -41,6 +40,7 @@ from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.sample import last_batch_size, sample_batch
 from lightning_sdpipe.pipeline import lock_step
 from lightning_sdpipe.pipeline.micro_batches import split
+from lightning_sdpipe.pipeline.stage_runner import CollectiveGuard
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,10 @@
-"""Adapts a precision plugin to the stages of a pipeline, and watches for numbers that are not finite.
+"""Adapts a precision plugin to the stages of a pipeline.
 
 Gradients are clipped by the norm of all parameters, which no worker of a pipeline holds together.
 
 In 16-bit mixed precision with a loss scale, the backward of a micro-batch runs inside ``training_step``, before
 Lightning scales the loss. So the loss of each micro-batch is scaled there, and the gradients are divided by that scale
 when Lightning's ``backward`` brings it again.
-
-A loss of one pipeline that is nan makes its parameters nan within a step, and averaging those of all others soon after.
-So each worker looks at its losses and at its parameters after each update, and reads what it found before it shares its
-model; then the run ends, before one pipeline's model reaches the others. Looking does not wait for a GPU; reading does,
-which is why it is put off until then.
 """
 
 from __future__ import annotations
@@ -29,19 +24,16 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_sdpipe.errors import ConfigurationError, NonFiniteError
-from lightning_sdpipe.exchange.buckets import FlatBucket
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.sections import Sections
 from lightning_sdpipe.pipeline.flush import FlushPipeline
+from lightning_sdpipe.pipeline.gradients import LastWait, ReadySignal
 from lightning_sdpipe.pipeline.pipedream import PipeDreamPipeline
-from lightning_sdpipe.pipeline.ready_signal import LastWait, ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _Scaler = TypeVar("_Scaler", bound=torch.amp.GradScaler)
-_NEVER = 2**62
-_KEPT = 64  # numbers that are looked at together, which takes as long as looking at one
 
 
 def clips_by_norm(trainer: Trainer) -> bool:
@@ -312,62 +304,3 @@ def current_scale(precision: Precision) -> float:
     """Return the factor that gradients are multiplied by now; 1 if they are not."""
     scaler = scaler_of(precision)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-
-
-class NonfiniteWatch:
-    """Records when a worker's numbers ceased to be finite.
-
-    Args:
-        where: names this worker's stage and pipeline.
-        buckets: its parameters; the sequence may change.
-        device: of its tensors.
-        losses: look at losses too. In 16-bit mixed precision they may overflow, and the step is skipped then.
-    """
-
-    def __init__(self, where: str, buckets: Sequence[FlatBucket], device: torch.device, losses: bool) -> None:
-        self._where = where
-        self._buckets = buckets
-        self._losses = losses
-        self._loss, self._parameters = _Earliest(device), _Earliest(device)
-
-    def loss(self, loss: Tensor, batch: int) -> None:
-        """Look at the loss of mini-batch ``batch``."""
-        if self._losses:
-            self._loss.add(loss, batch)
-
-    def parameters(self, update: int) -> None:
-        """Look at the parameters after ``update``."""
-        for bucket in self._buckets:
-            if bucket.trains:
-                total = bucket.buffer.sum(dtype=torch.float32)  # finite if all are, and one pass over memory
-                self._parameters.add(total, update)
-
-    def check(self) -> None:
-        """Raise NonFiniteError if anything was not finite."""
-        loss, parameters = torch.stack([self._loss.found(), self._parameters.found()]).tolist()
-        if loss == parameters == _NEVER:
-            return
-        what = f"the loss of mini-batch {loss}" if loss <= parameters else f"the parameters after update {parameters}"
-        raise NonFiniteError(f"{what}, counted from 0 since training started, on {self._where}")
-
-
-class _Earliest:
-    """The earliest time of a number that is not finite, as a tensor on ``device``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._since = torch.tensor(_NEVER, device=device)
-        self._seen: list[tuple[Tensor, int]] = []
-
-    def add(self, value: Tensor, time: int) -> None:
-        self._seen.append((value, time))
-        if len(self._seen) == _KEPT:
-            self.found()
-
-    def found(self) -> Tensor:
-        if self._seen:
-            finite = torch.stack([value for value, _ in self._seen]).isfinite()
-            times = torch.tensor([time for _, time in self._seen], device=self._device)
-            self._since = torch.minimum(self._since, times.masked_fill(finite, _NEVER).min())
-            self._seen = []
-        return self._since

@@ -1,7 +1,4 @@
-"""The user's methods and hooks on a stage: what of them runs where, and what they see there.
-
-No collective call is allowed in a method that other stages do not run, or not to its end: the other ranks would be
-waited for in vain, or be met at another call. So a :class:`CollectiveGuard` tracks which of these methods runs.
+"""The user's hooks on a stage: which of them run where, and what they see there.
 
 The results of an evaluation's steps exist on last stages only, so hooks that deal with them run there alone.
 
@@ -16,12 +13,11 @@ So it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, Self
+from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -48,97 +44,6 @@ _RESULT_HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epo
 _EPOCH_END = "on_train_epoch_end"
 _WRITER_HOOKS = ("on_predict_batch_end", "on_predict_epoch_end")
 Within = Callable[[str], AbstractContextManager[None]]
-
-
-class CollectiveGuard:
-    """The guard of one worker's strategy. As a context, which :meth:`running` returns, it ends what runs.
-
-    Args:
-        num_stages: M. A stage that is the only one runs everything.
-        metrics: of the user's module.
-    """
-
-    def __init__(self, num_stages: int, metrics: Callable[[], Sequence[Metric]] = tuple) -> None:
-        self._num_stages = num_stages
-        self._metrics = metrics
-        self._now = ""
-        self.rehearsing = False
-        self.communicates = False
-        """True if a step that was rehearsed here communicates with the other pipelines."""
-
-    @property
-    def in_step(self) -> bool:
-        """True while a step runs."""
-        return self._now.endswith("_step")
-
-    def running(self, name: str) -> Self:
-        """Note that a step, or a hook that runs on last stages only, runs in the block of this ``with``."""
-        self._now = name
-        return self
-
-    def __enter__(self) -> None:
-        """Enter the block of what runs."""
-
-    def __exit__(self, *_: object) -> None:
-        self._now = ""
-
-    @contextmanager
-    def rehearsal(self, name: str) -> Iterator[None]:
-        """Note that one process tries a step in the block, before training, while others wait for what it finds out."""
-        self.rehearsing = True
-        before = [(metric, metric.distributed_available_fn) for metric in self._metrics()]
-        for metric, _ in before:
-            metric.distributed_available_fn = self._has_no_replicas
-        try:
-            with self.running(name):
-                yield
-        finally:
-            self.rehearsing = False
-            for metric, available in before:
-                metric.distributed_available_fn = available
-
-    def _has_no_replicas(self) -> bool:
-        """Answer a metric that would be gathered from all pipelines."""
-        self.communicates = True
-        return False
-
-    @property
-    def ends_evaluation(self) -> bool:
-        """True while a hook for the end of an evaluation runs on last stages only."""
-        return self._now.endswith("_epoch_end")
-
-    def check(self, what: str) -> None:
-        """Raise ConfigurationError if ``what``, which all ranks must call, is called where some do not come."""
-        if not self._now or self._num_stages == 1:
-            return
-        stage = self._now.removeprefix("on_").partition("_")[0]
-        instead = "on_train_batch_end" if stage == "training" else f"on_{stage}_end"
-        reason = "ends where its stage ends" if self.in_step else "runs on last stages only, where results are"
-        raise ConfigurationError(
-            f"{what} was called in {self._now}, which {reason}, so other ranks would be waited for in vain. Call it in "
-            f"{instead}, which runs on every rank."
-        )
-
-    @contextmanager
-    def result_hook(self, name: str, parameters: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
-        """Guard a hook, in the block, that runs on last stages only.
-
-        Raises:
-            ConfigurationError: the hook was the end of an epoch, and changed ``parameters``.
-        """
-        looks = self._num_stages > 1 and name.endswith("_epoch_end")
-        before = _sums(parameters()) if looks else []
-        with self.running(name):
-            yield
-        if looks and _sums(parameters()) != before:
-            raise ConfigurationError(
-                f"{name} changed parameters, and it runs on last stages only. Change them in "
-                f"{name.replace('_epoch', '')}, which runs on every rank."
-            )
-
-
-def _sums(tensors: Sequence[Tensor]) -> list[str]:
-    return [str(tensor.sum(dtype=torch.float64).item()) for tensor in tensors]  # as text, for nan is no other nan
 
 
 def show_whole_groups(

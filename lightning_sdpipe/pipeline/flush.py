@@ -31,6 +31,7 @@ from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.pipeline.gradients import (
     GradientExchange,
+    ReadySignal,
     hooked,
     loss_with_gradients,
     put_back,
@@ -40,7 +41,6 @@ from lightning_sdpipe.pipeline.gradients import (
 )
 from lightning_sdpipe.pipeline.link import StageLink
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split, take_apart
-from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
 from lightning_sdpipe.policies.announcing import share_before

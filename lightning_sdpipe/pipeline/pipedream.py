@@ -42,10 +42,9 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.pipeline.accumulation_windows import Lane, Window
-from lightning_sdpipe.pipeline.gradients import GradientExchange, loss_with_gradients, refuse_hooks
+from lightning_sdpipe.pipeline.gradients import GradientExchange, ReadySignal, loss_with_gradients, refuse_hooks
 from lightning_sdpipe.pipeline.late_sums import LateSum
 from lightning_sdpipe.pipeline.micro_batches import whole
-from lightning_sdpipe.pipeline.ready_signal import ReadySignal
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_metadata import StageNotes
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, begin_batch

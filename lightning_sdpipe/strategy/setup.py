@@ -26,15 +26,14 @@ from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.epoch_callback import EpochCallback, StreamSwitches, agree, agree_in_evaluations
-from lightning_sdpipe.loop.freezing import adapt_finetuning
+from lightning_sdpipe.loop.finetuning import adapt_finetuning
 from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.loop.optimizers import OptimizerProgress, refuse_unlike_options
-from lightning_sdpipe.loop.precision import NonfiniteWatch, adapt_precision, current_scale, scaler_of
+from lightning_sdpipe.loop.precision import adapt_precision, current_scale, scaler_of
 from lightning_sdpipe.loop.python_state import PythonState
 from lightning_sdpipe.loop.refusals import leave_out_example, refuse_own_values, takes_iterator
 from lightning_sdpipe.loop.user_hooks import (
-    CollectiveGuard,
     gather_metrics_over,
     leave_results_to_the_last_stage,
     refuse_metrics_elsewhere,
@@ -45,13 +44,14 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.ownership import assign_owners, parameters_held, saves_nothing
 from lightning_sdpipe.partition.plan import Plan
+from lightning_sdpipe.pipeline.stage_runner import CollectiveGuard
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, TrainingState
 from lightning_sdpipe.worker.assembly import Assembled
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.run import TrainingRun
-from lightning_sdpipe.worker.training import FirstFailure, StateByHand, Training
+from lightning_sdpipe.worker.training import FirstFailure, NonfiniteWatch, StateByHand, Training
 
 _SHOWN = 4  # ranks of a stage that are shown when the run begins
 

@@ -45,7 +45,7 @@ from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
 from lightning_sdpipe.lightning_internals import WrappingCheckpointIO
 from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.batch_source import BatchSource, split_of
-from lightning_sdpipe.loop.freezing import restore_groups
+from lightning_sdpipe.loop.finetuning import restore_groups
 from lightning_sdpipe.loop.loop import change_back
 from lightning_sdpipe.loop.optimizers import agree_on_groups, corrected, follow, refuse_unfit, refuse_unfit_momentum
 from lightning_sdpipe.loop.planning import Planning, memory_of, plan_on_rank_zero
@@ -56,7 +56,6 @@ from lightning_sdpipe.loop.refusals import (
     refuse_uninitialised,
     refuse_unsupported,
 )
-from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.loop.weight_averaging import averaging_of
 from lightning_sdpipe.p2p import backend_for, broadcast_value, waiting_for
 from lightning_sdpipe.partition import plan
@@ -65,6 +64,7 @@ from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.pipeline_cut import Partition, PipelineCut
 from lightning_sdpipe.partition.same_memory import same_memory
 from lightning_sdpipe.pipeline.data import shared_seed
+from lightning_sdpipe.pipeline.stage_runner import CollectiveGuard
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.seeing.page import last_line
 from lightning_sdpipe.strategy.optimizer_states import added_to, taken_from

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import Mover, Pending
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
-from lightning_sdpipe.topology.groups import Replicas, Traffic
+from lightning_sdpipe.topology.groups import Replicas
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,13 @@ from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import average_all, take_over
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.sectioned import OwnSections
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync.peers import Peers
-from lightning_sdpipe.topology.groups import ProcessGroups, Replicas, Traffic
+from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 
 
 @dataclass

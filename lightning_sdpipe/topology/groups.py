@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import socket
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,26 +16,12 @@ import torch.distributed as dist
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.topology.mesh import Mesh
 
 HOST_VARIABLE = "SDPIPE_HOST"
 LONGEST_NAME = 255
 Opened = list[weakref.ref[dist.ProcessGroup]]
-
-
-class Traffic:
-    """Bytes sent to other replicas; several threads may add to them."""
-
-    def __init__(self, sent: int = 0) -> None:
-        self.bytes = sent
-        self._lock = threading.Lock()
-
-    def add(self, sent: int) -> None:
-        with self._lock:
-            self.bytes += sent
-
-    def __reduce__(self) -> tuple[type[Traffic], tuple[int]]:
-        return Traffic, (self.bytes,)  # a lock stays where it is
 
 
 @dataclass(frozen=True)
@@ -59,18 +44,6 @@ class Replicas:
     def pipelines(self) -> Sequence[int]:
         """Pipelines of these replicas, in order."""
         return sorted(self.ranks) if isinstance(self.ranks, Mapping) else range(len(self.ranks))
-
-    def name(self, pipeline: int) -> str:
-        """Name the replica of ``pipeline``, for messages."""
-        return f"pipeline {pipeline} of stage {self.stage}"
-
-    def coalesces(self, device: torch.device) -> bool:
-        """Return whether messages of both directions must be begun together (NCCL)."""
-        return isinstance(self.group, dist.ProcessGroup) and self.group._get_backend(device).supports_coalescing
-
-    def stages(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` must go through the memory of the host."""
-        return p2p.through_host(tensor, self.group)
 
 
 def backends(device: torch.device, devices: Sequence[torch.device], asked: str | None, default: str) -> str:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.exchange.buckets import Freezing
 from lightning_sdpipe.exchange.held_buffers import HeldBuffers
 from lightning_sdpipe.exchange.sectioned import OwnSections
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
-from lightning_sdpipe.loop.freezing import Freezing
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import Ownership, assign_owners, keep_only, move_the_rest

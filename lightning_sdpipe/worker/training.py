@@ -21,19 +21,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.exchange.buckets import FlatBucket
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource
 from lightning_sdpipe.loop.epoch_callback import Point, StreamSwitches
 from lightning_sdpipe.loop.outlook import Outlook
-from lightning_sdpipe.loop.precision import NonfiniteWatch, last_wait, loss_scale, scaler_of
+from lightning_sdpipe.loop.precision import last_wait, loss_scale, scaler_of
 from lightning_sdpipe.loop.python_state import PythonState
-from lightning_sdpipe.loop.user_hooks import CollectiveGuard
 from lightning_sdpipe.pipeline.flush import FlushPipeline
-from lightning_sdpipe.pipeline.gradients import loss_with_gradients, put_back
+from lightning_sdpipe.pipeline.gradients import ReadySignal, loss_with_gradients, put_back
 from lightning_sdpipe.pipeline.micro_batches import refuse_time_first, weight_of
-from lightning_sdpipe.pipeline.ready_signal import ReadySignal
-from lightning_sdpipe.pipeline.stage_runner import Step
+from lightning_sdpipe.pipeline.stage_runner import CollectiveGuard, Step
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.sync.rendezvous import Rendezvous, SyncPoint, SyncState
@@ -105,6 +104,8 @@ TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = {
 
 
 _ROUNDING = 1e-6  # of the parts of a mini-batch
+_NEVER = 2**62
+_KEPT = 64  # numbers that are looked at together, which takes as long as looking at one
 _WITHIN_AN_UPDATE = (Phase.UPDATING, Phase.DRAINING, Phase.FINISHING)
 
 
@@ -159,6 +160,70 @@ class Phases:
 
     def __exit__(self, *_: object) -> None:
         self.now, self.updating = self._before.pop()
+
+
+class NonfiniteWatch:
+    """Records when a worker's numbers ceased to be finite.
+
+    A loss of one pipeline that is nan makes its parameters nan within a step, and averaging those of all others soon
+    after. So each worker looks at its losses and at its parameters after each update, and reads what it found before it
+    shares its model; then the run ends, before one pipeline's model reaches the others. Looking does not wait for a
+    GPU; reading does, which is why it is put off until then.
+
+    Args:
+        where: names this worker's stage and pipeline.
+        buckets: its parameters; the sequence may change.
+        device: of its tensors.
+        losses: look at losses too. In 16-bit mixed precision they may overflow, and the step is skipped then.
+    """
+
+    def __init__(self, where: str, buckets: Sequence[FlatBucket], device: torch.device, losses: bool) -> None:
+        self._where = where
+        self._buckets = buckets
+        self._losses = losses
+        self._loss, self._parameters = _Earliest(device), _Earliest(device)
+
+    def loss(self, loss: Tensor, batch: int) -> None:
+        """Look at the loss of mini-batch ``batch``."""
+        if self._losses:
+            self._loss.add(loss, batch)
+
+    def parameters(self, update: int) -> None:
+        """Look at the parameters after ``update``."""
+        for bucket in self._buckets:
+            if bucket.trains:
+                total = bucket.buffer.sum(dtype=torch.float32)  # finite if all are, and one pass over memory
+                self._parameters.add(total, update)
+
+    def check(self) -> None:
+        """Raise NonFiniteError if anything was not finite."""
+        loss, parameters = torch.stack([self._loss.found(), self._parameters.found()]).tolist()
+        if loss == parameters == _NEVER:
+            return
+        what = f"the loss of mini-batch {loss}" if loss <= parameters else f"the parameters after update {parameters}"
+        raise NonFiniteError(f"{what}, counted from 0 since training started, on {self._where}")
+
+
+class _Earliest:
+    """The earliest time of a number that is not finite, as a tensor on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._since = torch.tensor(_NEVER, device=device)
+        self._seen: list[tuple[Tensor, int]] = []
+
+    def add(self, value: Tensor, time: int) -> None:
+        self._seen.append((value, time))
+        if len(self._seen) == _KEPT:
+            self.found()
+
+    def found(self) -> Tensor:
+        if self._seen:
+            finite = torch.stack([value for value, _ in self._seen]).isfinite()
+            times = torch.tensor([time for _, time in self._seen], device=self._device)
+            self._since = torch.minimum(self._since, times.masked_fill(finite, _NEVER).min())
+            self._seen = []
+        return self._since
 
 
 class FirstFailure:

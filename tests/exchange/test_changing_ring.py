@@ -15,9 +15,9 @@ from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import EightBit, Half, Payload
 from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean, weight_of_each
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import as_ring
-from lightning_sdpipe.topology.groups import Traffic
 from tests.exchange.test_group_mean import group, values
 from tests.exchange.threads import Crew, one_thread, together
 

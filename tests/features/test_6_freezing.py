@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
-from lightning_sdpipe.loop import freezing
+from lightning_sdpipe.loop import finetuning
 from tests.features.running import (
     Regression,
     assert_same,
@@ -205,7 +205,7 @@ def test_finetuning(tmp_path: Path, runs: Runs) -> None:
 def test_parameters_that_the_optimizer_has_already_are_named_as_by_lightning() -> None:
     old, new = nn.Linear(2, 2), nn.Linear(2, 2)
     with pytest.warns(match="are in a group of the optimizer already"):
-        found = freezing._new_to(torch.optim.SGD(old.parameters(), 0.1), [*old.parameters(), *new.parameters()])
+        found = finetuning._new_to(torch.optim.SGD(old.parameters(), 0.1), [*old.parameters(), *new.parameters()])
     assert [id(p) for p in found] == [id(p) for p in new.parameters()]
 
 

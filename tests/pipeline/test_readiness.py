@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.partition import plan
 from lightning_sdpipe.partition.materialise import Initialisation
-from lightning_sdpipe.pipeline.ready_signal import ReadySignal
+from lightning_sdpipe.pipeline.gradients import ReadySignal
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
 from lightning_sdpipe.worker.assembly import assemble

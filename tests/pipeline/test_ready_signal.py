@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_sdpipe.heterogeneity import Delays, Static
 from lightning_sdpipe.heterogeneity.injector import DelayInjector, Heterogeneity
-from lightning_sdpipe.pipeline.ready_signal import LastWait, ReadySignal
+from lightning_sdpipe.pipeline.gradients import LastWait, ReadySignal
 
 
 class Run:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
@@ -25,7 +26,7 @@ from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, FreeAv
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
-from lightning_sdpipe.topology.groups import Replicas, Traffic
+from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.topology.mesh import Mesh
 from tests.exchange.test_group_mean import values
 from tests.exchange.threads import Crew, together

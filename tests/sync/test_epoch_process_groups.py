@@ -23,12 +23,12 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import GroupMean, Mover, finish
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync import epoch_process_groups
 from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
 from lightning_sdpipe.sync.mover_choice import mover_among_groups
 from lightning_sdpipe.sync.peers import Peers
-from lightning_sdpipe.topology.groups import Traffic
 from tests.exchange.threads import together
 from tests.patience import limit, until
 

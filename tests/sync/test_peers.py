@@ -12,9 +12,10 @@ from torch import Tensor
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.moving import finish
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync.peers import Peers, Surviving
-from lightning_sdpipe.topology.groups import Replicas, Traffic
+from lightning_sdpipe.topology.groups import Replicas
 
 
 def group(sequence: int, *pipelines: int) -> Group:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.loop.user_hooks import CollectiveGuard
-from lightning_sdpipe.pipeline.ready_signal import ReadySignal
+from lightning_sdpipe.pipeline.gradients import ReadySignal
+from lightning_sdpipe.pipeline.stage_runner import CollectiveGuard
 from lightning_sdpipe.sync.rendezvous import SyncPoint, SyncState
 from lightning_sdpipe.worker.training import Phase, Training
 

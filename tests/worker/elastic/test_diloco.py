@@ -24,11 +24,11 @@ from lightning_sdpipe.exchange.outer_model import Nesterov
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
 from lightning_sdpipe.membership.members import Met
+from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
 from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.sync.surviving_bases import SurvivingBases
-from lightning_sdpipe.topology.groups import Traffic
 from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
