@@ -86,24 +86,21 @@ def network(fleet: Mapping[str, Any], blocks: int, micro_batches: int, cut: floa
     return Network(tuple(devices), latency, bandwidth, "assumed", Model(f"{blocks} blocks", (block,)))
 
 
-def unlike(found: Network, micro_batches: int, sync: Sync) -> Shape:
-    """Find the pipelines of any depth that make most."""
-    started = time.process_time()
-    results, _ = place_freely(found, PlacementTask(1, num_micro_batches=micro_batches, sync=sync, moves=MOVES))
-    return _shape(max(results, key=lambda result: result.rate), time.process_time() - started)
-
-
-def rectangle(found: Network, micro_batches: int, sync: Sync) -> Shape:
-    """Find the pipelines of one depth and cut that make most, where devices may be left out.
+def shapes(found: Network, micro_batches: int, sync: Sync) -> dict[str, Shape]:
+    """Find the pipelines that make most: ``"ragged"`` ones of any depth, and a ``"rectangle"`` of one depth and cut.
+    Devices may be left out.
 
     Raises:
-        ConfigurationError: there are none.
+        ConfigurationError: there is no rectangle.
     """
+    started = time.process_time()
     results, _ = place_freely(found, PlacementTask(1, num_micro_batches=micro_batches, sync=sync, moves=MOVES))
+    spent = time.process_time() - started
     alike = [result for result in results if result.layout.alike]
     if not alike:
         raise ConfigurationError("The model of suite.fleets fits into no equal pipelines of its devices.")
-    return _shape(max(alike, key=lambda result: result.rate), 0.0)
+    best = {"ragged": results, "rectangle": alike}
+    return {mesh: _shape(max(among, key=lambda result: result.rate), spent) for mesh, among in best.items()}
 
 
 def _shape(result: PlacementResult, seconds: float) -> Shape:

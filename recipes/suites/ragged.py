@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_sdpipe.placement.rate import Sync
 from recipes.suites import epochs
-from recipes.suites.fleets import Shape, network, rectangle, unlike
+from recipes.suites.fleets import Shape, network, shapes
 from recipes.suites.grid import (
     Case,
     Goal,
@@ -119,7 +119,7 @@ def run(
     found = ratios_of(rows)
     if "fleets" in only:
         for name, devices in networks.items():
-            seconds = unlike(devices, alone.num_micro_batches, "groups").search_seconds
+            seconds = shapes(devices, alone.num_micro_batches, "groups")["ragged"].search_seconds
             found[f"search/{name}"] = ratio([seconds], SEARCH_GOAL, f"processor seconds of the search, {name}")
     return rows, found
 
@@ -140,17 +140,16 @@ def plan(
             yield case(model, known, SAME, mesh, OURS, "none", Shape(cuts, (1.0,) * 6))
     elif part == "fleets":
         for name, devices in networks.items():
-            ragged = unlike(devices, micro_batches, "groups")
+            found = shapes(devices, micro_batches, "groups")
             for condition in conditions:
                 for method in (OURS, ALONE):
-                    yield case(model, known, name, "ragged", method, condition, ragged)
-            yield case(model, known, name, "rectangle", OURS, "none", rectangle(devices, micro_batches, "groups"))
+                    yield case(model, known, name, "ragged", method, condition, found["ragged"])
+            yield case(model, known, name, "rectangle", OURS, "none", found["rectangle"])
     elif ALL_REDUCE_FLEET in networks:
         devices = networks[ALL_REDUCE_FLEET]
         syncs: dict[str, Sync] = {BASELINE: "all_reduce", BY_SPEED: "groups"}
         for method, sync in syncs.items():  # by speed as if pipelines did not wait
-            for mesh, search in (("ragged", unlike), ("rectangle", rectangle)):
-                shape = search(devices, micro_batches, sync)
+            for mesh, shape in shapes(devices, micro_batches, sync).items():
                 yield case(model, known, ALL_REDUCE_FLEET, mesh, method, "none", shape)
 
 
