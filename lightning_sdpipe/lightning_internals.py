@@ -113,11 +113,6 @@ def restore(owner: Any, method: Method) -> None:
     vars(owner).pop(method.value, None)
 
 
-def start_method(strategy: Any) -> str:
-    """Return the user's start method of processes: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``."""
-    return str(strategy._start_method)
-
-
 def collective_timeout(strategy: Any) -> timedelta | None:
     """Return the time that collectives may take."""
     timeout: timedelta | None = strategy._timeout

@@ -19,43 +19,25 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 Block = tuple[str, ...]  # paths of modules that run one after the other and stay on one stage
 
 
-def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> tuple[Block, ...]:
-    """Return the blocks of ``module``, in order.
+def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the blocks of ``module``, in order.
 
     Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. A module that is not such a
     container is a block itself when it has parameters or buffers, unless it holds more than half of the parameters that
     lie in containers: then it is opened too. An element of a container is opened only if it is a container, or a stage
     of a convolutional network: a module with a single child, a container of modules of one class with parts. Any other
-    may add its input to the output of its body, and such a body cannot be cut.
+    may add its input to the output of its body, and such a body cannot be cut. Without any container, the children are
+    the blocks, or those of an only child.
 
-    Several modules before the first container (word and position embeddings, say) may each feed the sum that enters it,
-    so they form one block with its first element. All modules after the last container (norm, pooler, head) is one
-    block for the same reason. Without any container, the children are the blocks, or those of an only child.
+    Then also yields the other chain, if there is one, in which a module is opened if it holds one of the longest
+    ModuleLists, instead of most of the parameters. In a model without containers, whose modules are blocks, the largest
+    one is opened in the other chain, and in the first if that would have a single block.
 
     With ``names``, each of those modules is a block, ``*`` standing for one part of a path
     (``"encoder.layer.*"``).
 
     Raises:
         ConfigurationError: no chain of blocks was found, or a name matches no module or lies within another.
-    """
-    if names is not None:
-        return tuple((path,) for path in _named_chain(module, names))
-    return join_ends(module, next(iter(find_chains(module))))
-
-
-def find_chain(module: nn.Module, names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the paths of the modules that form the blocks of :func:`find_blocks`, in order."""
-    return tuple(path for block in find_blocks(module, names) for path in block)
-
-
-def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, ...]]:
-    """Yield the chain of :func:`find_chain`. Unless blocks are named, also yields the other chain, if there is one, in
-    which a module is opened if it holds one of the longest ModuleLists, instead of most of the parameters. In a model
-    without containers, whose modules are blocks, the largest one is opened in the other chain, and in the first if that
-    would have a single block.
-
-    Raises:
-        ConfigurationError: as for :func:`find_blocks`.
     """
     if names is not None:
         yield _named_chain(module, names)

@@ -111,7 +111,7 @@ def plans(
             of the blocks; by bytes of parameters if there are no costs. ``"uniform"``: equally many blocks.
             ``"parameters"``: the largest stage has as few parameters as possible. ``"balanced"`` or :class:`Balanced`:
             the slowest stage is as fast as possible, by measured times. A list: the number of blocks of each stage.
-        names: names of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_blocks`.
+        names: names of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_chains`.
         measure: gives the profile of the blocks; called for ``"balanced"`` only.
         rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut;
             returns None if that cannot be found out. Called for several stages only.

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.backward_slice import Leaves, Needs, Refusal, backward_slice
+from lightning_sdpipe.partition.backward_slice import Needs, Refusal, backward_slice
 from lightning_sdpipe.partition.message import Travel
 from lightning_sdpipe.partition.provenance import OUTSIDE, StepTrace
 from lightning_sdpipe.partition.state_watch import METRIC, Change, Watched, metrics_of_log
@@ -18,10 +18,9 @@ from lightning_sdpipe.partition.state_watch import METRIC, Change, Watched, metr
 
 @dataclass(frozen=True)
 class Crossing:
-    """The values that cross a cut in one step besides the output of the last block before it, the bytes of all there
-    and back for one micro-batch, and refusals of values that would have to cross and cannot."""
+    """The bytes of all values that cross a cut in one step, there and back, for one micro-batch, and refusals of values
+    that would have to cross and cannot."""
 
-    extra: Sequence[Leaves]
     activation_bytes: int
     gradient_bytes: int
     refusals: Sequence[Refusal]
@@ -95,7 +94,7 @@ class RehearsalResult:
         output = {key for key in size if key.block == cut - 1 and key.kind == "output"}
         extra = [leaves for leaves in found.values if not output.intersection(leaves)]
         sizes = [size[key] for key in (*output, *(next(key for key in leaves if key in size) for leaves in extra))]
-        return Crossing(extra, sum(a for a, _ in sizes), sum(g for _, g in sizes), found.refusals)
+        return Crossing(sum(a for a, _ in sizes), sum(g for _, g in sizes), found.refusals)
 
     def travel(self, step: str, spans: Sequence[range]) -> Travel:
         """Return the values that cross each cut of ``spans``.

@@ -21,13 +21,10 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.policy import Unit
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 Matrix = list[list[float]]
 
@@ -189,20 +186,6 @@ class SyncGraph:
         """Return the meetings of the last P rounds, oldest first, which connect the stage."""
         expired = self.round - self.rounds
         return [meeting for meeting in self._history if meeting.round > expired]
-
-    def to_networkx(self) -> nx.Graph:
-        """Return the graph: nodes are the active workers; an edge has ``round``, when the two met last, and ``count``,
-        how often."""
-        import networkx as nx  # needed only for a look at the graph, and slow to import
-
-        graph = nx.Graph(round=self.round, rounds=self.rounds)
-        graph.add_nodes_from(sorted(self.active))
-        for made, members, group in self.meetings():
-            present = [worker for worker in members if worker in self.active and group is not None]
-            for u, v in itertools.combinations(present, 2):
-                count = graph.edges[u, v]["count"] if graph.has_edge(u, v) else 0
-                graph.add_edge(u, v, round=made, count=count + 1)
-        return graph
 
     def _insert(self, meeting: Encounter) -> None:
         """Put an entry into the history, which stays ordered by round."""

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.chain import find_chain, find_chains
+from lightning_sdpipe.partition.chain import find_chains
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut
 from lightning_sdpipe.partition.plan import check
 
@@ -31,11 +31,11 @@ class Model(nn.Module):
 
 def test_every_child_of_a_sequential_is_a_block_and_nested_ones_are_opened() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    assert find_chain(model) == ("0", "1", "2.0", "2.1")
+    assert next(find_chains(model)) == ("0", "1", "2.0", "2.1")
 
 
 def test_the_module_that_holds_most_is_opened_and_residual_blocks_are_not() -> None:
-    assert find_chain(Model()) == (
+    assert next(find_chains(Model())) == (
         "encoder.embedding",
         "encoder.layers.0",
         "encoder.layers.1",
@@ -47,7 +47,7 @@ def test_the_module_that_holds_most_is_opened_and_residual_blocks_are_not() -> N
 
 def test_blocks_can_be_named() -> None:
     names = ["encoder.embedding", "encoder.layers.*", "head"]
-    assert find_chain(Model(), names) == (
+    assert next(find_chains(Model(), names)) == (
         "encoder.embedding",
         "encoder.layers.0",
         "encoder.layers.1",
@@ -66,7 +66,7 @@ def test_blocks_can_be_named() -> None:
 )
 def test_wrong_names_are_refused(names: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        find_chain(Model(), names)
+        next(find_chains(Model(), names))
 
 
 class Plain(nn.Module):
@@ -104,4 +104,4 @@ def test_a_model_that_is_one_module_is_opened() -> None:
 
 def test_a_module_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="No blocks were found in Module"):
-        find_chain(nn.Module())
+        next(find_chains(nn.Module()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_sdpipe.check import Made, compute
-from lightning_sdpipe.partition.chain import find_blocks
+from lightning_sdpipe.partition.chain import find_chains, join_ends
 from tests.partition.families import FAMILIES
 
 BLOCKS = {
@@ -36,7 +36,7 @@ BLOCKS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_chain_is_found(family: str) -> None:
     model, _ = FAMILIES[family]()
-    assert [" ".join(block) for block in find_blocks(model)] == BLOCKS[family]
+    assert [" ".join(block) for block in join_ends(model, next(find_chains(model)))] == BLOCKS[family]
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -45,7 +45,7 @@ def test_every_cut_gives_the_loss_and_the_gradients_of_the_whole(family: str, tr
     torch.manual_seed(0)
     model, loss_of = FAMILIES[family]()
     model.train(training)
-    blocks = find_blocks(model)
+    blocks = join_ends(model, next(find_chains(model)))
     chain = [path for block in blocks for path in block]
     ends = [0, *accumulate(len(block) for block in blocks)]
 

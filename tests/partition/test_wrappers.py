@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_sdpipe.check import Made, compute
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.chain import find_chain
+from lightning_sdpipe.partition.chain import find_chains
 from tests.partition.families import FAMILIES
 
 
@@ -45,7 +45,7 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), requires_grad=
 
 def assert_equal_when_cut(model: nn.Module, whole: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> None:
     """``model`` in two pieces, against ``whole``, which has the same parameters."""
-    chain = find_chain(model)
+    chain = next(find_chains(model))
     expected = compute(lambda: made(whole, loss_of), chain, [range(len(chain))])
     for at in range(1, len(chain)):
         cut = compute(lambda: made(model, loss_of), chain, [range(at), range(at, len(chain))])
@@ -76,7 +76,7 @@ def test_checkpointing_around_a_block() -> None:
 def test_reentrant_checkpointing_around_the_last_block_of_a_stage_is_refused() -> None:
     model = Layers(outside=True)
     with pytest.raises(ConfigurationError, match=r"'layers\.0'.*use_reentrant=False"):
-        compute(lambda: made(model, lambda m: m(X).sum()), find_chain(model), [range(1), range(1, 3)])
+        compute(lambda: made(model, lambda m: m(X).sum()), next(find_chains(model)), [range(1), range(1, 3)])
 
 
 def test_frozen_blocks_may_run_without_gradients() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 
-from lightning_sdpipe.partition.chain import find_chain
+from lightning_sdpipe.partition.chain import find_chains
 from lightning_sdpipe.partition.plan import cut
 from recipes.baselines.references import language_step
 from recipes.harness.processes import run_processes
@@ -131,7 +131,7 @@ def _ours(module: MaskedLM, batch: Batch, num_micro_batches: int) -> TrainStep:
 
 
 def _bare_torch(module: MaskedLM, hidden_size: int, batch: Batch, num_micro_batches: int) -> TrainStep:
-    chain = find_chain(module, BLOCKS)
+    chain = next(find_chains(module, BLOCKS))
     span = cut(len(chain), dist.get_world_size())[dist.get_rank()]
     submodule = nn.Sequential(*[module.get_submodule(chain[block]) for block in span])
     return language_step(submodule, hidden_size, VOCABULARY, batch, num_micro_batches, LEARNING_RATE)
