@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.moving import GroupMean, Pending, Scratch, pieces_of
 from lightning_sdpipe.exchange.transfers import name_of
-from lightning_sdpipe.p2p import labelled, waiting_for
+from lightning_sdpipe.p2p import labelled, through_host, waiting_for
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
@@ -89,7 +89,7 @@ class SumInPlace:
 
     def start(self, tensors: Sequence[Tensor], group: Group) -> Pending:
         members, replicas = len(self.replicas.pipelines), self.replicas
-        if len(group.members) < members or any(map(replicas.stages, tensors)):
+        if len(group.members) < members or any(through_host(each, replicas.group) for each in tensors):
             return self._among_some.start(tensors, group)
         replicas.traffic.add(2 * (members - 1) * sum(tensor.nbytes for tensor in tensors) // members)
         works = [replicas.group.allreduce([tensor]) for tensor in tensors]
