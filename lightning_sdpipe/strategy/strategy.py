@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -895,16 +895,18 @@ class SDPipeStrategy(DDPStrategy):
         end_after_failure(self.launcher)
 
     def teardown(self) -> None:
-        made = self._set_up
-        for undo in (*self._undo, *(() if made is None else made.undo)):
-            undo()
-        self._undo = ()
+        made, undo = self._set_up, ExitStack()
         if made is not None:
-            change_back(made.trainer)
+            undo.callback(made.take_apart, self._failed, self._keepers())
+            undo.callback(change_back, made.trainer)
+            for function in reversed(made.undo):
+                undo.callback(function)
+            made.undo.clear()
+        for function in reversed(self._undo):
+            undo.callback(function)
+        self._undo = ()
         try:
-            if made is not None:
-                made.undo.clear()
-                made.take_apart(self._failed, self._keepers())
+            undo.close()  # calls all of them, whatever one raises
         finally:  # the others wait for this worker, or for word of its end
             self._run.close()
             with lightning_internals.without_module(self):

@@ -181,19 +181,23 @@ def test_the_strategy_is_known_by_name() -> None:
     assert isinstance(trainer.strategy, SDPipeStrategy)
 
 
-def test_a_worker_says_that_it_ends_though_its_last_checkpoint_could_not_be_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("what", ["its last checkpoint could not be written", "a callback could not be changed back"])
+def test_a_worker_says_that_it_ends_though(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is left to undo is undone."""
     strategy, run = SDPipeStrategy(num_stages=2), Mock()
-    checkpoints = Mock(wait=Mock(side_effect=OSError("No space left on device")))
+    fails, other = Mock(side_effect=OSError("No space left on device")), Mock()
+    checkpoints = Mock(wait=fails) if "checkpoint" in what else Mock()
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    made = Mock(checkpoints=checkpoints, undo=[], trainer=trainer)
-    made.take_apart = partial(Setup.take_apart, made)
+    undo = [other] if "checkpoint" in what else [fails, other]
+    made = Mock(checkpoints=checkpoints, undo=undo, trainer=trainer)
+    made.take_apart = partial(Setup.take_apart, made) if "checkpoint" in what else checkpoints.wait
     monkeypatch.setattr(strategy, "_set_up", made)
     monkeypatch.setattr(strategy, "_run", run)
     monkeypatch.setattr(DDPStrategy, "teardown", lambda self: None)
     with pytest.raises(OSError, match="No space left"):
         strategy.teardown()
+    checkpoints.wait.assert_called_once()
+    other.assert_called_once_with()
     run.close.assert_called_once_with()
 
 
