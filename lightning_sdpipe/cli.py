@@ -82,7 +82,7 @@ def _refuse(given: Sequence[str]) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, (_, does) in COMMANDS.items():
         commands.add_parser(name, help=does, add_help=False)
-    parser.parse_args(given)
+    parser.parse_args(given or ["--help"])
 
 
 if __name__ == "__main__":

@@ -70,10 +70,37 @@ def test_the_version_and_a_list_of_commands(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"sdpipe {__version__}\n"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([])
+    assert "usage: sdpipe" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         cli.main(["no_such_command"])
     said = capsys.readouterr().err
     assert all(command in said for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("simulate --stages 1 --pipelines 0", "--pipelines 0 is not allowed; give 1 or more."),
+        ("scheduler --stages 1 --pipelines -1", "--pipelines -1 is not allowed; give 1 or more."),
+        ("scheduler --stages 1 --pipelines 2 --bind tcp://127.0.0.1:99999", "give a port from 0 to 65535"),
+        ("scheduler --stages 1 --pipelines 2 --lifeline-port 99999", "give a port from 0 to 65535"),
+        ("serve tcp://127.0.0.1:5555 --port 99999", "give a port from 0 to 65535"),
+        ("status tcp://127.0.0.1:99999", "give a port from 0 to 65535"),
+        ("run", "required: --pipelines, SCRIPT; see"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *more = words.split()
+    try:
+        status = cli.main([command, *more])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert status == 2
+    assert last.startswith(f"sdpipe {command}: ")
+    assert said in last
 
 
 @pytest.mark.parametrize(

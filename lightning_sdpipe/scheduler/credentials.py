@@ -166,6 +166,13 @@ def host_and_port(address: str) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
+def check_port(address: str) -> None:
+    """Raise ConfigurationError if this ZeroMQ address has a port that there is not, of which ZeroMQ makes another."""
+    port = host_and_port(address)[1]
+    if address.startswith("tcp://") and port.isdecimal() and int(port) > 65535:
+        raise ConfigurationError(f"{address} is not allowed; give a port from 0 to 65535")
+
+
 def is_loopback(address: str) -> bool:
     """Return whether this ZeroMQ address stays on this machine."""
     if address.startswith(("ipc://", "inproc://")):

@@ -93,7 +93,7 @@ def _parser() -> Parser:
     add("--logs", type=Path, help="a directory to be made for logs, keys and the path of the newest checkpoint")
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     add("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script").required = False
     return parser
 
 

@@ -33,7 +33,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import conversation as c
-from lightning_sdpipe.scheduler.credentials import WorkerKeys, host_and_port, is_loopback
+from lightning_sdpipe.scheduler.credentials import WorkerKeys, check_port, host_and_port, is_loopback
 from lightning_sdpipe.scheduler.log.status import Status
 
 log = logging.getLogger(__name__)
@@ -232,8 +232,9 @@ def check_credentials(address: str, credentials: WorkerKeys | None) -> None:
     """Refuse to talk to another machine without keys.
 
     Raises:
-        ConfigurationError: ``address`` is on another machine, and there are no keys.
+        ConfigurationError: ``address`` is on another machine, and there are no keys, or it has no such port.
     """
+    check_port(address)
     if credentials is None and not is_loopback(address):
         raise ConfigurationError(
             f"the scheduler at {address} is on another machine and answers no program without keys; "
