@@ -15,6 +15,8 @@ Last: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
 """Number of the last item, or -1 before the first."""
 Base: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 63) - 1)]
 """Sequence of the group that has made a base, -1 for the first one; lower ones order bases that were given up."""
+SEGMENT = 1 << 40
+"""More averages than a segment of training has. Those beside training are numbered on from a multiple of it in each."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 """Length of time that a message may hold."""
 

@@ -31,6 +31,7 @@ from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import Mover, PairMean, Pending, exchange_whole, finish
 from lightning_sdpipe.exchange.references import OwnReference
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import SEGMENT
 from lightning_sdpipe.sync.mover_choice import Begin
 from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 MakeMover = Callable[[Replicas], Mover]
 _LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the exchange later
-_SEGMENT = 10**6  # more averages than a segment of training has
 
 
 class FreeAveraging(Synchronizer):
@@ -73,7 +73,7 @@ class FreeAveraging(Synchronizer):
     def start(self) -> None:
         """Begin a segment of training, in which all stages of a pipeline count averages alike. Numbers are larger than
         those of earlier segments: policies remember these, and stages do not end a segment at the same moment."""
-        self._number, self._due = (self._number // _SEGMENT + 1) * _SEGMENT, time.monotonic()
+        self._number, self._due = (self._number // SEGMENT + 1) * SEGMENT, time.monotonic()
         if self._begin_with is not None:
             self._begin_with(tensors_of(self.replica.exchanged))
 

@@ -14,7 +14,7 @@ import msgspec
 
 from lightning_sdpipe.policies import sync_graph
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Progress, Ready, Regrouped, Worker
+from lightning_sdpipe.policies.events import SEGMENT, Event, Joined, Left, Lost, Progress, Ready, Regrouped, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Encounter, SyncGraph
 
@@ -229,7 +229,7 @@ class Overview:
         """Note the event at ``now``, and the decisions that followed."""
         if type(event) is Ready:
             worker = event.worker
-            self._views[worker.stage][worker.pipeline].iteration = event.iteration
+            self._views[worker.stage][worker.pipeline].iteration = event.iteration % SEGMENT
             self.signals += 1
             if now >= self._second + 1:
                 self._second = int(now)

@@ -90,7 +90,7 @@ def render(status: Status) -> str:
     if status.failure is not None:
         lines.append(f"FAILED          {status.failure}")
     for number, stage in enumerate(status.stages[:1] if status.depths else status.stages):
-        if len(stage.active()) > 1:
+        if len(stage.active()) > 1 and any(group.number >= 0 for group in stage.groups):
             lines += ["", *_sync_graph(number, stage, status)]
     return "\n".join(lines)
 
