@@ -114,10 +114,8 @@ class LossyNetwork(RuleBasedStateMachine):
     def start_server(self) -> None:
         """It waits until all are back, since all come back."""
         self.began = self.now
-        elastic = ElasticConfig.of_fixed(self.mesh[1], FOR_EVER, self.depths) if self.depths else None
-        self.service = SchedulerService(
-            self.config, *self.mesh, worker_timeout=SILENCE, recovery_grace=FOR_EVER, elastic=elastic, now=self.now
-        )
+        terms = ElasticConfig.of_fixed(self.mesh[1], FOR_EVER, self.depths)
+        self.service = SchedulerService(self.config, *self.mesh, worker_timeout=SILENCE, elastic=terms, now=self.now)
         self.service.lines.answers = lambda *_: True  # type: ignore[method-assign]
 
     def replay(self) -> None:

@@ -22,8 +22,8 @@ MAX_KEYS = 100_000
 MAX_WAITING = 10_000
 MAX_FETCHED = 1024
 MAX_NUMBER = 1 << 62
-PATIENCE = 60.0
-"""Seconds after which a waiting request is forgotten unless it is repeated."""
+PATIENCE = 10.0
+"""Seconds after which a waiting request is forgotten unless it is repeated, as clients do twice a second."""
 
 Asker: TypeAlias = tuple[bytes, int]
 """The peer that asked, and the number of its request."""
@@ -42,6 +42,8 @@ class Waiting:
     asker: Asker
     keys: tuple[str, ...]
     until: float
+    missing: set[str]
+    """Keys that were not there yet; one that was may be gone again."""
 
 
 class KeyValueStore:
@@ -98,8 +100,11 @@ class KeyValueStore:
         self._make_space(name, len(value) - len(before or b""), int(before is None))
         self._rooms.setdefault(name, room)[key] = value
         answered = []
-        for waiting in list(self._waiting.values()):
-            if key in waiting.keys and self.has(waiting.keys):
+        for waiting in [waiting for waiting in self._waiting.values() if key in waiting.missing]:
+            waiting.missing.remove(key)
+            if not waiting.missing:
+                waiting.missing.update(self._missing(waiting.keys))
+            if not waiting.missing:
                 del self._waiting[waiting.asker]
                 answered.append((waiting.asker, self.get(waiting.keys)))
         return answered
@@ -130,7 +135,10 @@ class KeyValueStore:
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all ``keys`` have a value."""
-        return all(value is not None for value in self.get(keys))
+        return not self._missing(keys)
+
+    def _missing(self, keys: Sequence[str]) -> set[str]:
+        return {key for key, value in zip(keys, self.get(keys), strict=True) if value is None}
 
     def wait(self, asker: Asker, keys: tuple[str, ...], now: float) -> tuple[bytes | None, ...] | None:
         """Return the values of ``keys`` if all are there; else None, and ``asker`` is answered later."""
@@ -138,14 +146,16 @@ class KeyValueStore:
             return self.get(keys)
         for gone in [waiting.asker for waiting in self._waiting.values() if waiting.until <= now]:
             del self._waiting[gone]
-        others = [len(waiting.keys) for waiting in self._waiting.values() if waiting.asker != asker]
+        missing = self._missing(keys)
+        others = [len(waiting.missing) for waiting in self._waiting.values() if waiting.asker != asker]
         long = len(keys) > MAX_FETCHED or any(len(key) > MAX_KEY_CHARACTERS for key in keys)
-        if long or len(others) >= MAX_WAITING or sum(others) + len(keys) > self._max_keys:
+        if long or len(others) >= MAX_WAITING or sum(others) + len(missing) > self._max_keys:
             raise StoreFull(
-                f"{len(keys)} keys to wait for; at most {MAX_FETCHED} of at most {MAX_KEY_CHARACTERS} characters are "
-                f"allowed, in {MAX_WAITING} requests for {self._max_keys} keys of all workers"
+                f"{len(keys)} keys to wait for, {len(missing)} of them missing; at most {MAX_FETCHED} of at most "
+                f"{MAX_KEY_CHARACTERS} characters are allowed, and of all workers {MAX_WAITING} requests for "
+                f"{self._max_keys} missing keys"
             )
-        self._waiting[asker] = Waiting(asker, keys, now + PATIENCE)
+        self._waiting[asker] = Waiting(asker, keys, now + PATIENCE, missing)
         return None
 
     def remove(self, key: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
@@ -21,7 +22,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, host_and_port, is_loopback
+from lightning_sdpipe.scheduler.credentials import KeyCheck, SchedulerKeys, check_port, host_and_port, is_loopback
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, Beginning, EventLog
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines
 from lightning_sdpipe.scheduler.server.newest_checkpoint import keep_newest
@@ -49,7 +50,7 @@ class Endpoint:
         lifeline_port: port for the lifelines of the processes of a run; 0 is any that is free.
 
     Raises:
-        ConfigurationError: other machines could connect without keys.
+        ConfigurationError: other machines could connect without keys, or there is no such port.
     """
 
     bind: str = "tcp://127.0.0.1:*"
@@ -57,6 +58,7 @@ class Endpoint:
     lifeline_port: int = 0
 
     def __post_init__(self) -> None:
+        check_port(self.bind)
         if self.keys is None and not is_loopback(self.bind):
             raise ConfigurationError(
                 f"the scheduler would listen at {self.bind}, which other machines can reach, without keys; "
@@ -69,20 +71,18 @@ class Limits:
     """Seconds that a server waits for workers.
 
     Args:
-        worker_timeout: seconds of silence after which a worker is lost.
-        recovery_grace: seconds that a scheduler which starts in the middle of a run waits for all workers.
+        worker_timeout: seconds of silence after which a worker is lost. A scheduler that starts in the middle of a run
+            waits at least that long for all workers, one of which may be stopped just then.
 
     Raises:
-        ConfigurationError: one of them is not above 0.
+        ConfigurationError: it is not above 0.
     """
 
     worker_timeout: float = 30.0
-    recovery_grace: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, value in (("worker_timeout", self.worker_timeout), ("recovery_grace", self.recovery_grace)):
-            if not value > 0:
-                raise ConfigurationError(f"{name}={value!r} is not allowed; give seconds above 0")
+        if not self.worker_timeout > 0:
+            raise ConfigurationError(f"worker_timeout={self.worker_timeout!r} is not allowed; give seconds above 0")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = ""
-        now = clock()
+        now, terms = clock(), elastic or ElasticConfig.of_fixed(num_pipelines)
+        terms = msgspec.structs.replace(terms, recovery_grace=max(terms.recovery_grace, limits.worker_timeout))
         self._log = EventLog(files.log, files.log_limit)
         self._beginning = Beginning(
             registry.to_plain(policy),
@@ -125,15 +126,14 @@ class Server:
             num_pipelines,
             now,
             datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            elastic,
+            terms,
         )
         self.service = SchedulerService(
             policy,
             num_stages,
             num_pipelines,
             worker_timeout=limits.worker_timeout,
-            recovery_grace=limits.recovery_grace,
-            elastic=elastic,
+            elastic=terms,
             now=now,
             log=self._log,
         )

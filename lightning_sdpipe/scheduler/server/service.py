@@ -55,7 +55,6 @@ class SchedulerService:
         num_stages: M.
         num_pipelines: N.
         worker_timeout: seconds of silence after which a worker is lost.
-        recovery_grace: seconds that a scheduler which starts in the middle of a run waits for all workers.
         elastic: terms of a run whose pipelines come and go; None to serve only runs of fixed pipelines.
         now: the time, in seconds of any clock that never runs backwards.
         log: gets every event and decision.
@@ -71,7 +70,6 @@ class SchedulerService:
         num_pipelines: int,
         *,
         worker_timeout: float = 30.0,
-        recovery_grace: float = 10.0,
         elastic: ElasticConfig | None = None,
         now: float = 0.0,
         log: EventLog | None = None,
@@ -95,8 +93,7 @@ class SchedulerService:
         """Seconds of silence after which a worker counts as lost."""
         self.lines = Lines()
         """Lifelines, which tell at once that a process has ended."""
-        terms = elastic or ElasticConfig.of_fixed(num_pipelines, recovery_grace)
-        membership = Membership(num_stages, terms, now, num_pipelines)
+        membership = Membership(num_stages, elastic or ElasticConfig.of_fixed(num_pipelines), now, num_pipelines)
         presence = Liveness(worker_timeout, self.lines, now, membership.unit)
         process_groups = ProcessGroupRegistry(membership, presence)
         rows = RowDesk(self.log, self._outbox)
@@ -237,7 +234,7 @@ class SchedulerService:
             session.heard = now
             self._of_training(session, request, peer, now)
         else:
-            self.ignore("replayed", peer, f"number {request.number} was seen before")
+            self.refused["replayed"] += 1  # as on slow machines, where requests are repeated before they are answered
 
     def _before_its_join(self, request: m.Request | e.Enrol, peer: bytes, now: float) -> None:
         """Deal with a request of a start of the worker that has not joined: it is new, or the scheduler is."""

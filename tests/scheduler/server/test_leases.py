@@ -168,16 +168,16 @@ def test_a_scheduler_that_is_started_again_deals_each_batch_once() -> None:
     got: list[list[Lease]] = [[], []]
     halfway = threading.Event()
     with ExitStack() as stack:
-        with serving(NoSync(), 1, 2, recovery_grace=5.0) as server:
+        with serving(NoSync(), 1, 2) as server:
             both = stack.enter_context(clients(server.address, A, B))
             for client in both:
                 client.join()
         pool = stack.enter_context(ThreadPoolExecutor(2))
         pause = threading.Barrier(2)
         futures = [pool.submit(train, both[i], segments, got[i], pause, halfway) for i in range(2)]
-        with serving(NoSync(), 1, 2, bind=server.address, recovery_grace=5.0):
+        with serving(NoSync(), 1, 2, bind=server.address):
             assert halfway.wait()
-        with serving(NoSync(), 1, 2, bind=server.address, recovery_grace=5.0):
+        with serving(NoSync(), 1, 2, bind=server.address):
             for future in futures:
                 future.result(30)
     each_once(got[0] + got[1], segments, 2)

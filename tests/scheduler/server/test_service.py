@@ -13,6 +13,7 @@ from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import Lineage
+from lightning_sdpipe.policies.events import SEGMENT
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -389,8 +390,8 @@ def test_status_counts_what_passed_by() -> None:
     d.join(A)
     d.join(B)
     for k in range(3):
-        d.say(m.Ready, A, k, now=float(k))
-    d.say(m.Ready, B, 0, now=3.0)
+        d.say(m.Ready, A, 3 * SEGMENT + k, now=float(k))  # as with overlap="free", whose numbers people do not see
+    d.say(m.Ready, B, 3 * SEGMENT, now=3.0)
     d.service.ignore("malformed", b"x", "no message")
     status = d.service.status(4.0)
     assert (status.signals, status.groups_by_size, status.refused) == (4, {1: 4}, {"malformed": 1})
