@@ -40,6 +40,7 @@ clean:  ## remove the environment and what runs have left
 	rm -rf .venv .versions outputs multirun lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build
 
 .venv/ready: pyproject.toml constraints.txt
+	@echo "Installing torch, Lightning and the tools of the tests into .venv: some minutes, once, without further output"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,dev]'
 	touch $@

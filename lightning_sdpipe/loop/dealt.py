@@ -377,6 +377,6 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
     ]
     seen = f"; {', '.join(hooks)} see the batch_idx of their own pipeline's batches" if hooks else ""
     return (
-        f"Batches are dealt to pipelines by their speed, {why}{seen}. Count in trainer.global_step where all pipelines "
-        "must do something at the same point (docs/data.md). data='sharded' gives each pipeline its own shard instead."
+        f"Batches are dealt to pipelines by their speed, {why}{seen}. What all pipelines must do at the same point "
+        "should depend on trainer.global_step (docs/data.md). data='sharded' gives each pipeline a shard instead."
     )

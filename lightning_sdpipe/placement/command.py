@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     _check(options)
     network = read_network(options.network)
+    print(f"searching for {len(network.devices)} devices; --for SECONDS makes it shorter", file=sys.stderr, flush=True)
     placed, instead = _placed(network, options)
     print(report(placed), *instead, sep="\n")
     if options.output is not None:

@@ -93,7 +93,7 @@ def stalling(seen: Recording) -> list[Finding]:
             "note" if small else severity(cost),
             tuple(late),
             _since(seen, late),
-            f"{text}, for {of_own:.0%} of own time ({cause})",
+            f"{text}, for {100 * of_own:.0f} % of own time ({cause})",
             {"share": round(share, 3), "without_a_core": round(core, 3)},
             cost,
             FOR_CAUSE.get(cause) or _wait_less(seen),
@@ -184,7 +184,7 @@ def exchange_bound(
             continue
         share, every = spent / total, max(1, round(updates / members))
         often = "in every update" if every == 1 else f"every {every} updates"
-        text = f"stage {stage} spends {share:.0%} of its time on exchanges, of {each:.3g} s {often}"
+        text = f"stage {stage} spends {100 * share:.0f} % of its time on exchanges, of {each:.3g} s {often}"
         cost = Charge(spent / _total(seen.series.values()))
         overlap = Advice(
             "exchange while the next batch is computed",
@@ -200,7 +200,7 @@ def exchange_bound(
         )
         rarely = math.ceil((1 - LEFT) / LEFT * each / max(alone, 1e-3))
         seldom = Advice(
-            f"exchange every {rarely} updates, so that it takes {LEFT:.0%} of the time",
+            f"exchange every {rarely} updates, so that it takes {100 * LEFT:.0f} % of the time",
             f"SDPipeStrategy(sync=DiLoCo(every={rarely}))",
             f"sync=diloco sync.every={rarely}",
             Charge(max(0.0, cost.stood - LEFT)).gain,
@@ -243,7 +243,7 @@ def data_bound(seen: Recording) -> list[Finding]:
         return []
     cost = Charge(sum(loading[worker] for worker in late) / _total(seen.series.values()))
     share = statistics.median(shares[worker] for worker in late)
-    text = f"{len(late)} of {len(shares)} workers wait for batches, {share:.0%} of their time"
+    text = f"{len(late)} of {len(shares)} workers wait for batches, {100 * share:.0f} % of their time"
     (advice,) = FOR_CAUSE["data"]
     evidence = {"share": round(share, 3)}
     advice = replace(advice, gain=cost.gain)

@@ -41,8 +41,9 @@ class Mesh:
         if num_stages < 1 or world_size % num_stages:
             allowed = [m for m in range(1, world_size + 1) if world_size % m == 0]
             raise ConfigurationError(
-                f"{world_size} workers cannot form pipelines of num_stages={num_stages} stages: num_stages must "
-                f"divide the number of workers. Use num_stages from {allowed}, or change the number of workers."
+                f"{world_size} worker{'s' * (world_size > 1)} cannot form pipelines of num_stages={num_stages} stages: "
+                f"num_stages must divide the number of workers. Use num_stages from {allowed}, or a multiple of "
+                f"{num_stages} workers (devices × num_nodes)."
             )
         return cls(rows_of([num_stages] * (world_size // num_stages)))
 

@@ -300,7 +300,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         )
     choices = [choice for each in _alternatives(hint) for choice in _choices(each)]
     if isinstance(value, str) and choices:
-        others = "" if _alternatives(hint) == (hint,) else f", or {_described(hint)}"
+        others = "".join(f", or {_described(each)}" for each in _alternatives(hint) if not _choices(each))
         raise ConfigurationError(f"{name}={value!r} is not known; use one of {choices}{others}{_close(value, choices)}")
     example = f", such as {_FOR_EXAMPLE[name]}" if name in _FOR_EXAMPLE else ""
     raise ConfigurationError(f"{name}={value!r} is not allowed: give {_described(hint)}{example}.")

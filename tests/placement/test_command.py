@@ -38,7 +38,8 @@ def test_a_placement_is_explained_written_and_drawn(tmp_path: Path, capsys: pyte
     output, picture = tmp_path / "placement.json", tmp_path / "mesh.svg"
     drawn = ["--output", str(output), "--picture", str(picture)]
     assert cli.main(["place", network(tmp_path), "--stages", "2", "--moves", "4000", *drawn]) == 0
-    text = capsys.readouterr().out
+    text, meanwhile = capsys.readouterr()
+    assert meanwhile == "searching for 8 devices; --for SECONDS makes it shorter\n"
     assert "8 devices as 2 stages × 4 pipelines; cost model pipelined, 2 micro-batches" in text
     assert re.search(r"^Search         40\d\d moves$", text, re.MULTILINE)
     assert "Rank 0         east:0 must be rank 0 and runs a last stage, which costs nothing" in text

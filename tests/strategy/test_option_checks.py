@@ -74,6 +74,10 @@ ROOT = Path(__file__).parents[2]
         ({"schedule": "1f1bb"}, "schedule='1f1bb' is not known; use one of ['1f1b', .*; did you mean '1f1b'?"),
         ({"partition": 3}, 'partition=3 is not allowed: give .* such as "parameters", or [3, 2]'),
         ({"partition": "parameter"}, "partition='parameter' is not known; .*; did you mean 'parameters'?"),
+        (
+            {"partition": "even"},
+            "use one of ['auto', .*'placed'], or Balanced, or a list of int, or a list of list of int.",
+        ),
         ({"partition": ["3", "2"]}, "partition=['3', '2'] is not allowed: give"),
         ({"partition": Balanced}, "partition=Balanced is a class; give an object of it"),
         ({"blocks": "layers.*"}, "blocks='layers.*' is not allowed: give a list of str or None, such as ["),
@@ -82,7 +86,7 @@ ROOT = Path(__file__).parents[2]
         ({"dynamic_shapes": 1}, "dynamic_shapes=1 is not allowed: give bool."),
         (
             {"save_distributed_checkpoint": "asynch"},
-            "is not known; use one of ['async'], or bool .*; did you mean 'async'?",
+            "is not known; use one of ['async'], or bool; did you mean 'async'?",
         ),
         ({"gather_module": "yes"}, "gather_module='yes' is not allowed: give bool or None."),
         (

@@ -276,7 +276,9 @@ def read_log(path: Path) -> list[Record]:
     for file in [file for file in (before(path), path) if file.exists()] or [path]:
         _read_file(file, records)
     if not records:
-        raise ConfigurationError(f"{path} has no line of a scheduler's log; sdpipe scheduler --log writes one")
+        raise ConfigurationError(
+            f"{path} has no line of a scheduler's log; SDPipeStrategy(log_dir=…) and sdpipe run write scheduler.jsonl"
+        )
     return records
 
 
