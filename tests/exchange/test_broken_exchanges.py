@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
-from lightning_sdpipe.exchange import moving, transfers
+from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.moving import Mover, finish
+from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.outer_model import Nesterov, OuterModel
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.exchange.references import CommonReference, OwnReference
@@ -30,21 +30,11 @@ from lightning_sdpipe.policies.decentralized import as_ring
 from lightning_sdpipe.topology.groups import Replicas
 from tests import relay
 from tests.exchange.test_group_mean import group, values
-from tests.exchange.threads import Crew, one_thread, together
+from tests.exchange.threads import Crew, together
 from tests.patience import limit
 
+pytestmark = pytest.mark.usefixtures("short_pieces")
 N, PIECE, SIZE = 3, 300, 1000
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with one_thread():
-        yield Crew(N)
-
-
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "PIECE", PIECE)
 
 
 @pytest.fixture
@@ -123,34 +113,28 @@ def test_gradients_forget_what_was_left_out(crew: Crew, break_off: Callable[[int
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
-def common_model(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
-    coding = OuterModel(EightBit(), rank)
-    return EncodedMean(crew.replicas(rank), coding), lambda: coding.begin([model])
-
-
-def outer_model(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
-    coding = OuterModel(EightBit(), rank, Nesterov(0.7, 0.9), 0.0)
-    return EncodedMean(crew.replicas(rank), coding), lambda: coding.begin([model])
-
-
-def in_a_ring(crew: Crew, rank: int, model: Tensor) -> tuple[Mover, Callable[[], None]]:
-    copies = RingCopies(EightBit(), rank)
-    return RingMean(crew.replicas(rank), copies), lambda: copies.begin([model])
-
-
-@pytest.mark.parametrize("make", [common_model, outer_model, in_a_ring])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank: OuterModel(EightBit(), rank),
+        lambda rank: OuterModel(EightBit(), rank, Nesterov(0.7, 0.9), 0.0),
+        lambda rank: RingCopies(EightBit(), rank),
+    ],
+)
 def test_what_is_not_common_any_more_is_not_used(
-    crew: Crew, break_off: Callable[[int | None], None], make: Callable[..., tuple[Mover, Callable[[], None]]]
+    crew: Crew, break_off: Callable[[int | None], None], make: Callable[[int], OuterModel | RingCopies]
 ) -> None:
-    models = [start(rank) for rank in range(N)]
-    made = [make(crew, rank, models[rank]) for rank in range(N)]
-    for _, begin in made:
-        begin()
+    models, states = [start(rank) for rank in range(N)], [make(rank) for rank in range(N)]
+    for model, state in zip(models, states, strict=True):
+        state.begin([model])
 
     def exchange(rank: int, number: int) -> None:
-        finish(made[rank][0].start([models[rank]], as_ring(everybody(number)) if is_ring else everybody(number)))
+        state, replicas, group = states[rank], crew.replicas(rank), everybody(number)
+        if isinstance(state, RingCopies):
+            finish(RingMean(replicas, state).start([models[rank]], as_ring(group)))
+        else:
+            finish(EncodedMean(replicas, state).start([models[rank]], group))
 
-    is_ring = make is in_a_ring
     together(N, lambda rank: exchange(rank, 1))
     break_off(1)
 
@@ -164,7 +148,7 @@ def test_what_is_not_common_any_more_is_not_used(
     break_off(None)
     for rank in range(N):
         models[rank].copy_(start(0))
-        made[rank][1]()
+        states[rank].begin([models[rank]])
     together(N, lambda rank: exchange(rank, 4))
     for model in models:
         torch.testing.assert_close(model, start(0))

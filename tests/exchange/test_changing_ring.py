@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.exchange.payloads import EightBit, Half, Payload
 from lightning_sdpipe.exchange.ring_mean import RingCopies, RingMean, weight_of_each
@@ -19,16 +18,10 @@ from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decentralized import as_ring
 from tests.exchange.test_group_mean import group, values
-from tests.exchange.threads import Crew, one_thread, together
+from tests.exchange.threads import Crew, together
 
+pytestmark = pytest.mark.usefixtures("short_pieces")
 N, PIECE, SIZE = 4, 300, 1000
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "PIECE", PIECE)
-        yield Crew(N)
 
 
 class Workers:

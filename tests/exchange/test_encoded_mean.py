@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange import encoded_mean, moving, transfers
 from lightning_sdpipe.exchange.codec import Codec, Members, owned
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, _by_host
 from lightning_sdpipe.exchange.moving import finish
@@ -18,27 +17,14 @@ from lightning_sdpipe.exchange.outer_model import OuterModel
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.exchange.references import CommonReference, OwnReference
 from tests.exchange.test_group_mean import group, values
-from tests.exchange.threads import Crew, one_thread, together
+from tests.exchange.threads import Crew, together
 
-N = 4
-PIECE = 300
-HALVED = 150
+pytestmark = pytest.mark.usefixtures("short_pieces")
+N, PIECE, HALVED = 4, 300, 150
 SIZES = (1, 400)
 ROUNDS = 4
 HOSTS = ("a", "a", "b", "b")
 UNEVEN = ("a", "b", "a", "a")
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with one_thread():
-        yield Crew(N)
-
-
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "PIECE", PIECE)
-    monkeypatch.setattr(encoded_mean, "WORTH_HALVING", HALVED)
 
 
 def models(rank: int, dtype: torch.dtype = torch.float32, apart: float = 1.0) -> list[Tensor]:
@@ -269,34 +255,6 @@ def test_values_beyond_sixteen_bits_go_in_full_precision(crew: Crew) -> None:
 
     for tensors in exchanged(crew, lambda _: OwnReference(Half()), large):
         assert all(torch.allclose(tensor, torch.full_like(tensor, 2.5e6)) for tensor in tensors)
-
-
-@pytest.mark.parametrize("payload", [Full(), Half(), EightBit(block=64)], ids=repr)
-def test_bytes_are_those_of_the_specification(crew: Crew, payload: Payload, monkeypatch: pytest.MonkeyPatch) -> None:
-    n, sent = 1024, [0] * N
-    begin = transfers.begin
-
-    def counting(outgoing: dict[int, Tensor], into: object, replicas: object, tag: int) -> object:
-        sent[replicas.pipeline] += sum(tensor.nbytes for tensor in outgoing.values())  # type: ignore[attr-defined]
-        return begin(outgoing, into, replicas, tag)  # type: ignore[arg-type]
-
-    def work(rank: int) -> None:
-        monkeypatch.setattr(moving, "PIECE", n)
-        mover, tensor = EncodedMean(crew.replicas(rank), codings[rank]), values(rank, n)
-        for number in range(2):
-            finish(mover.start([tensor], group(range(N), [1 / N] * N, number)))
-
-    codings = [OwnReference(payload) for _ in range(N)]
-    together(N, work)
-    sent[:] = [0] * N
-    monkeypatch.setattr(transfers, "begin", counting)
-
-    def again(rank: int) -> None:
-        finish(EncodedMean(crew.replicas(rank), codings[rank]).start([tensors[rank]], group(range(N), [1 / N] * N, 9)))
-
-    tensors = [values(99, n) + 1e-3 * values(rank, n) for rank in range(N)]
-    together(N, again)
-    assert sent == [2 * (N - 1) * payload.nbytes(n // N)] * N
 
 
 def test_what_has_no_common_reference_is_refused() -> None:

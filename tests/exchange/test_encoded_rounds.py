@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,14 @@ from lightning_sdpipe.errors import NonFiniteError, WorkerFailedError
 from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
-from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds, EncodedRounds
+from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds, EncodedRounds, momentum_to_send
 from lightning_sdpipe.exchange.payloads import EightBit, Full, Half, OneBit, Payload
 from lightning_sdpipe.exchange.present_rounds import Round
 from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.policies import Group, Worker
 from tests.exchange.test_group_mean import values
-from tests.exchange.threads import Crew, one_thread, together
+from tests.exchange.threads import Crew, together
 
 N = 3
 SHAPES = [(3,), (2, 200), (5,), (70,)]
@@ -29,9 +29,8 @@ CAP = 700  # bytes: three buckets
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[tuple[Crew, Crew]]:
-    with one_thread():
-        yield Crew(N), Crew(N)
+def crews() -> tuple[Crew, Crew]:
+    return Crew(N), Crew(N)
 
 
 def gradient(rank: int, number: int, turn: int) -> Tensor:
@@ -165,6 +164,11 @@ def test_full_precision_of_the_momentum_is_the_mean_gradient(crews: tuple[Crew, 
             turn, number = divmod(index, 4)
             exact = torch.stack([gradient(rank, number, turn).double() for rank in range(N)]).mean(0)
             assert (mean - exact).abs().max() <= 1e-14
+
+
+def test_gradients_of_sixteen_bits_make_a_momentum_of_thirty_two() -> None:
+    sent = momentum_to_send(torch.zeros(3), torch.ones(3, dtype=torch.bfloat16), 0.9)
+    torch.testing.assert_close(sent, torch.full((3,), 0.1))
 
 
 def test_what_a_message_cannot_hold_is_said(crews: tuple[Crew, Crew]) -> None:

@@ -4,15 +4,13 @@ and several, pieces and messages without values, members that have nothing to ad
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.exchange import encoded_mean, moving
 from lightning_sdpipe.exchange.background import Overlapped
-from lightning_sdpipe.exchange.collectives import take_over
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
@@ -22,8 +20,10 @@ from lightning_sdpipe.exchange.payloads import Full, OneBit, Payload
 from lightning_sdpipe.exchange.references import CommonReference, OwnReference
 from lightning_sdpipe.topology.groups import Replicas
 from tests.exchange.test_group_mean import group, values
-from tests.exchange.threads import Crew, one_thread, together
+from tests.exchange.threads import Crew, together
 
+pytestmark = pytest.mark.usefixtures("short_pieces")
+PIECE, HALVED = 300, 150
 SIZES = (0, 1, 2, 5, 400)
 HOSTS = (None, "aaaa", "aabb", "abaa", "abcd")
 GROUPS: Sequence[tuple[tuple[int, ...], tuple[float, ...]]] = [
@@ -62,15 +62,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[dict[int, tuple[Crew, Crew]]]:
-    with one_thread():
-        yield {size: (Crew(size), Crew(size)) for size in (1, 2, 4)}
-
-
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "PIECE", 300)
-    monkeypatch.setattr(encoded_mean, "WORTH_HALVING", 150)
+def crews() -> dict[int, tuple[Crew, Crew]]:
+    return {size: (Crew(size), Crew(size)) for size in (1, 2, 4)}
 
 
 def models(pipeline: int) -> list[Tensor]:
@@ -113,16 +106,6 @@ def test_movers_give_each_member_the_weighted_mean(
             for index in range(len(SIZES)):
                 equal = {by_rank[rank][number][index].numpy().tobytes() for rank in members}
                 assert len(equal) == 1, "replicas would drift apart"
-
-
-def test_a_model_that_has_all_the_weight_is_taken_over(crews: dict[int, tuple[Crew, Crew]]) -> None:
-    def work(rank: int) -> list[Tensor]:
-        tensors = models(rank)
-        take_over(tensors, crews[4][0].replicas(rank), 1)
-        return tensors
-
-    for tensors in together(4, work):
-        assert all(torch.equal(tensor, theirs) for tensor, theirs in zip(tensors, models(1), strict=True))
 
 
 SHAPES = [(3,), (0,), (2, 60), (1,)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean, SentMean
 from lightning_sdpipe.exchange.outer_model import Nesterov
 from lightning_sdpipe.exchange.outer_state import History, MadeBase, OuterState, OwnBase
@@ -17,21 +16,11 @@ from lightning_sdpipe.policies import Group
 from lightning_sdpipe.policies.decisions import Lineage
 from lightning_sdpipe.policies.events import Worker
 from tests.exchange.test_group_mean import values
-from tests.exchange.threads import Crew, one_thread, together
+from tests.exchange.threads import Crew, together
 
+pytestmark = pytest.mark.usefixtures("short_pieces")
 N, SIZE, PIECE = 3, 5000, 2000
 EIGHT = EightBit(block=64)
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with one_thread():
-        yield Crew(N)
-
-
-@pytest.fixture(autouse=True)
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "PIECE", PIECE)
 
 
 class Run:

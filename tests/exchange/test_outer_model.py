@@ -13,14 +13,6 @@ from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterMode
 from lightning_sdpipe.exchange.payloads import Full
 
 
-def test_three_rounds_of_one() -> None:
-    outer, bases = OuterOptimizer(Nesterov(), torch.zeros(1, dtype=torch.float64)), []
-    for _ in range(3):
-        outer.step(torch.tensor([-1.0], dtype=torch.float64))
-        bases.append(float(outer.base))
-    assert bases == pytest.approx([-1.33, -3.227, -5.6343])
-
-
 def test_it_is_the_nesterov_of_torch() -> None:
     start = torch.randn(5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     outer, param = OuterOptimizer(Nesterov(0.5, 0.8), start), nn.Parameter(start.clone())

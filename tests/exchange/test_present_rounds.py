@@ -17,12 +17,7 @@ from tests.exchange.threads import Crew, together
 
 SHAPES = [(3,), (2, 2), (5,), (1,), (4,)]
 SAMPLES = (3.0, 0.0, 2.0, 5.0)
-CAP = 24
-
-
-@pytest.fixture(scope="module")
-def crew() -> Crew:
-    return Crew(4)
+N, CAP = 4, 24
 
 
 def gradient(rank: int, number: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.exchange.threads import one_thread
 from tests.sync.stage import Stage
 
 
 @pytest.fixture(scope="module")
-def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+def stage(request: pytest.FixtureRequest) -> Stage:
     """As many replicas as the module's ``N`` says."""
-    with one_thread():
-        yield Stage(request.module.N)
+    return Stage(request.module.N)

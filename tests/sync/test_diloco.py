@@ -14,7 +14,7 @@ from lightning_sdpipe.sync import DiLoCo
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica
 from tests.exchange.test_group_mean import values
-from tests.exchange.threads import Crew, one_thread, together
+from tests.exchange.threads import Crew, together
 from tests.patience import limit
 from tests.sync.stage import Office, Places
 
@@ -52,37 +52,36 @@ def expected(fragments: int) -> list[Tensor]:
 def test_layers_that_train_in_turn_have_momenta_of_their_own(fragments: int) -> None:
     """Loaded ones likewise, between the phases, as from a checkpoint."""
     method = DiLoCo(every=2, fragments=fragments)
-    with one_thread():
-        crews, office = (Crew(N), Crew(N)), Office(method.policy, N)
+    crews, office = (Crew(N), Crew(N)), Office(method.policy, N)
 
-        def work(rank: int) -> tuple[int, list[Tensor]]:
-            places: Any = Places(*crews, rank)
-            client: Any = office.clients[places.mesh.locate(rank)[1]]
-            parameters = [nn.Parameter(values(p, size)) for p, size in enumerate(SIZES)]
-            buckets: list[Any] = []
-            replica = Replica(client, places, buckets, [], [], limit(), exchange=Exchange())
-            sync: Any = method.build(replica)
-            rendezvous, updates = Rendezvous(sync), 0
-            for phase, trained in enumerate(PHASES):
-                for p, parameter in enumerate(parameters):
-                    parameter.requires_grad_(p in trained)
-                buckets[:] = flatten(parameters)
-                if phase == 4:
-                    saved = sync.parameter_states()
-                    sync = method.build(replica)
-                    sync.load_parameter_states(saved)
-                    rendezvous = Rendezvous(sync)
-                rendezvous.join()
-                for number in range(UPDATES):
-                    sync.announce(updates)
-                    for p in trained:
-                        parameters[p].data.add_(update(replica.pipeline, phase, number, p))
-                    sync.synchronise()
-                    updates += 1
-                rendezvous.pause(position=updates)
-            return replica.pipeline, [parameter.detach() for parameter in parameters]
+    def work(rank: int) -> tuple[int, list[Tensor]]:
+        places: Any = Places(*crews, rank)
+        client: Any = office.clients[places.mesh.locate(rank)[1]]
+        parameters = [nn.Parameter(values(p, size)) for p, size in enumerate(SIZES)]
+        buckets: list[Any] = []
+        replica = Replica(client, places, buckets, [], [], limit(), exchange=Exchange())
+        sync: Any = method.build(replica)
+        rendezvous, updates = Rendezvous(sync), 0
+        for phase, trained in enumerate(PHASES):
+            for p, parameter in enumerate(parameters):
+                parameter.requires_grad_(p in trained)
+            buckets[:] = flatten(parameters)
+            if phase == 4:
+                saved = sync.parameter_states()
+                sync = method.build(replica)
+                sync.load_parameter_states(saved)
+                rendezvous = Rendezvous(sync)
+            rendezvous.join()
+            for number in range(UPDATES):
+                sync.announce(updates)
+                for p in trained:
+                    parameters[p].data.add_(update(replica.pipeline, phase, number, p))
+                sync.synchronise()
+                updates += 1
+            rendezvous.pause(position=updates)
+        return replica.pipeline, [parameter.detach() for parameter in parameters]
 
-        outcomes = together(N, work)
+    outcomes = together(N, work)
     for _, parameters in outcomes:
         for found, wanted in zip(parameters, expected(fragments), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

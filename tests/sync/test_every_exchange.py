@@ -4,7 +4,6 @@ instead, or trains, with four pipelines, with two on one host, and alone. Real p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -23,7 +22,6 @@ from lightning_sdpipe.sync.methods import check, examples, method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
-from tests.exchange.threads import one_thread
 from tests.sync.stage import Stage
 
 N, SIZE, UPDATES = 4, 400, 4
@@ -116,9 +114,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def stages() -> Iterator[dict[int, Stage]]:
-    with one_thread():
-        yield {size: Stage(size) for size in (1, 2, N)}
+def stages() -> dict[int, Stage]:
+    return {size: Stage(size) for size in (1, 2, N)}
 
 
 def start(pipeline: int) -> Tensor:
