@@ -48,7 +48,7 @@ LONG = [
     *("features/test_5_checkpoints.py", "features/test_4_one_stage.py", "recipes/test_experiments.py"),
     *("features/test_1_trainer.py", "loop/test_every_checkpoint.py", "features/test_1_trainer_options.py"),
     *("sync/test_mover_choice.py", "sync/test_methods.py", "features/test_6_freezing.py"),
-    *("supervision/test_supervisor.py", "strategy/test_strategy.py", "test_wheel.py", "pipeline/test_models.py"),
+    *("supervision/test_supervisor.py", "strategy/test_strategy.py", "test_wheel.py", "pipeline/test_side_channels.py"),
     *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),
     *("recipes/suites/test_virtual.py", "recipes/suites/test_placement.py"),
 ]

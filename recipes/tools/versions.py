@@ -34,7 +34,7 @@ PROCESSES = (
     "tests/features/test_4_complex.py",
     "tests/loop/test_every_checkpoint.py",
     "tests/partition/test_in_trainer.py",
-    "tests/pipeline/test_pipedream.py",
+    "tests/pipeline/test_late_updates.py",
     "tests/placement/test_in_trainer.py",
     "tests/strategy/test_accelerators.py",
     "tests/supervision/test_command.py",

@@ -288,8 +288,8 @@ SAMPLE: dict[str, tuple[str, dict[str, Any], Batch]] = {
 }
 
 
-def build(name: str) -> tuple[Any, Batch]:
-    """Return the model and what makes a batch for a seed."""
+def build(name: str, **more: Any) -> tuple[Any, Batch]:
+    """Return the model, with ``more`` options in its configuration, and what makes a batch for a seed."""
     import transformers as hf
 
     config, options, batch = SAMPLE[name]
@@ -301,6 +301,6 @@ def build(name: str) -> tuple[Any, Batch]:
         backbone = backbone_of(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"])
         made = config_of(**options, use_timm_backbone=False, backbone_config=backbone)
     else:
-        made = config_of(**options)
+        made = config_of(**options, **more)
     torch.manual_seed(0)
     return getattr(hf, name)(made).train(), batch

@@ -93,7 +93,7 @@ def assembled(module: L.LightningModule, schedule: str) -> Assembled:
     return parts
 
 
-def train(rank: int, schedule: str, tied: bool, accumulated: bool, early: int = 2) -> tuple[list[str], int]:
+def train(schedule: str, tied: bool, accumulated: bool, early: int) -> tuple[list[str], int]:
     """What the exchange was told about the second mini-batch; the first has filled PipeDream's pipeline."""
     parts = assembled(Tied() if tied else Chain(), schedule)
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
@@ -127,40 +127,28 @@ def train(rank: int, schedule: str, tied: bool, accumulated: bool, early: int = 
     return recorder.events, told_in_training_step
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "pipedream"])
-def test_gradients_are_reported_once_during_the_last_backward(schedule: str) -> None:
-    expected = ["announced", "ready", "ready", "complete", "finish"]
-    if schedule == "pipedream":  # its last backward is that of a whole mini-batch
-        expected[:2] = ["ready", "announced"]
-    assert run_workers(2, train, schedule, False, False) == [(expected, 4)] * 2
+TOLD = [
+    # schedule, whether a weight is shared, whether gradients accumulate, how many are of use early:
+    # what is told before all are complete, and how much of it before the module's own backward
+    (("1f1b", False, False, 2), ["announced", "ready", "ready"], 4),
+    (("gpipe", False, False, 2), ["announced", "ready", "ready"], 4),
+    (("pipedream", False, False, 2), ["ready", "announced", "ready"], 4),  # by its backward of a whole mini-batch
+    (("interleaved_1f1b", False, False, 2), ["announced"], 2),
+    (("zero_bubble", False, False, 2), ["announced"], 2),
+    (("1f1b", True, False, 2), ["ready", "announced"], 3),  # a shared weight is summed over its stages first
+    (("pipedream", True, False, 2), ["ready", "announced"], 3),
+    (("1f1b", False, False, 1), ["announced", "ready"], 3),
+    (("pipedream", False, False, 1), ["ready", "announced"], 3),
+    (("1f1b", False, True, 2), ["announced"], 1),  # gradients that accumulate are exchanged as a sum
+]
+
+
+def train_all(rank: int) -> list[tuple[list[str], int]]:
+    return [train(*case) for case, _, _ in TOLD]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
-def test_the_last_backward_of_a_workers_stages_is_announced(schedule: str) -> None:
-    assert run_workers(2, train, schedule, False, False) == [(["announced", "complete", "finish"], 2)] * 2
-
-
-@pytest.mark.distributed
-def test_a_tied_weight_is_summed_over_its_stages_first() -> None:
-    assert run_workers(2, train, "1f1b", True, False) == [(["ready", "announced", "complete", "finish"], 3)] * 2
-
-
-@pytest.mark.distributed
-def test_without_a_flush_only_gradients_that_are_a_stages_own_are_reported_early() -> None:
-    expected = ["ready", "announced", "complete", "finish"]
-    assert run_workers(2, train, "pipedream", True, False) == [(expected, 3)] * 2
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_gradients_that_are_of_no_use_early_are_not_reported(schedule: str) -> None:
-    expected = ["ready", "announced"] if schedule == "pipedream" else ["announced", "ready"]
-    told = ([*expected, "complete", "finish"], 3)
-    assert run_workers(2, train, schedule, False, False, 1) == [told] * 2
-
-
-@pytest.mark.distributed
-def test_accumulated_gradients_are_exchanged_as_a_sum() -> None:
-    assert run_workers(2, train, "1f1b", False, True) == [(["announced", "complete", "finish"], 1)] * 2
+def test_gradients_are_reported_once_during_the_last_backward() -> None:
+    for told in run_workers(2, train_all):
+        for (case, events, in_training_step), found in zip(TOLD, told, strict=True):
+            assert found == ([*events, "complete", "finish"], in_training_step), case

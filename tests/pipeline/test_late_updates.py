@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
 from tests.features.running import Regression, assert_same, on_four_ranks, pipelines, samples, weights
+from tests.pipeline.test_side_channels import Notes
 from tests.pipeline.without_flush import LossScale, WithoutFlush
 
 pytestmark = pytest.mark.distributed
@@ -41,15 +42,8 @@ class Chain(Regression):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Passed:
-    __slots__ = ("calls", "values")
-
-    def __init__(self) -> None:
-        self.calls, self.values = 0, list[Tensor]()
-
-
 class Counting(nn.Module):
-    def forward(self, x: Tensor, passed: Passed) -> Tensor:
+    def forward(self, x: Tensor, passed: Notes) -> Tensor:
         passed.calls += 1
         passed.values.append(x)
         return torch.tanh(passed.values[0]) / passed.calls + x
@@ -67,7 +61,7 @@ class Shared(Chain):
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        passed = Passed()
+        passed = Notes()
         for block in self.net:
             x = block(x, passed) if isinstance(block, Counting) else block(x)
         return nn.functional.mse_loss(x * self.scale, y)

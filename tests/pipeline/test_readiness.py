@@ -5,45 +5,24 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_sdpipe.partition import plan
-from lightning_sdpipe.partition.materialise import Initialisation
 from lightning_sdpipe.pipeline.gradients import ReadySignal
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.assembly import assemble
-from lightning_sdpipe.worker.options import Options
-from tests.patience import limit, until
-from tests.pipeline.harness import CPU, TRAIN, check_schedule
+from tests.patience import until
+from tests.pipeline.harness import TRAIN
+from tests.pipeline.test_exchange import Chain, Tied, assembled
 from tests.workers import run_workers
-
-
-class Model(L.LightningModule):
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-        if tied:
-            self.layers[3].weight = self.layers[0].weight
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
 
 
 def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float, float]:
     """One mini-batch; when this rank was ready, and when its last gradient was computed. Stage 0 is late: it takes no
     gradients but two of four before the other stage has returned, or if that has to wait for it, is a little slow."""
-    groups = ProcessGroups.open(Mesh.build(2, 2), limit())
-    stage, _ = groups.mesh.locate(rank)
-    module = Model(tied)
-    options = Options(2, schedule=schedule, num_micro_batches=4, run_timeout=limit())
-    parts = assemble(module, [plan.plan(module, 2)], groups, options, Initialisation(), CPU)
-    check_schedule(parts.pipeline, schedule)
+    module = Tied() if tied else Chain()
+    parts = assembled(module, schedule)
+    stage = int(parts.runners[0].is_last)
     gradients: list[float] = []
     ready: list[float] = []
 
@@ -54,10 +33,10 @@ def _train(rank: int, tied: bool, schedule: str, returned: Path) -> tuple[float,
             until(returned.exists)  # else stage 1 waits for this one
         gradients.append(time.monotonic())
 
-    module.layers[2 * stage].bias.register_hook(late)
+    module.net[1 + stage].weight.register_hook(late)
     signal = ReadySignal("backward", lambda: ready.append(time.monotonic()))
     signal.expect()
-    loss = parts.pipeline.train(torch.ones(8, 4), TRAIN, 0, ready=signal)
+    loss = parts.pipeline.train(torch.ones(8, 3), TRAIN, 0, ready=signal)
     if stage == 1:
         returned.touch()
     loss.backward()

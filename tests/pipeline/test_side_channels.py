@@ -1,4 +1,5 @@
-"""Models whose blocks hand on more than an output, with dropout and noise, on real processes."""
+"""Models whose blocks hand on more than an output, with dropout and noise, and the models that people bring, on real
+processes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, BartForConditionalGeneration, MixtralConfig, MixtralForCausalLM
+from transformers import ResNetConfig, ResNetForImageClassification
 
+from tests.partition.architectures import build, words
 from tests.pipeline.harness import Make, assert_same, one_process, pipeline
 from tests.workers import run_workers
 
@@ -191,74 +193,47 @@ class Passing(Model):
 
 
 class Wrapped(L.LightningModule):
+    """Around a model of Hugging Face transformers."""
+
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        return loss
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).loss  # type: ignore[no-any-return]
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits: Tensor = self.model(input_ids=batch, labels=batch).logits
-        return logits
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(**batch).logits  # type: ignore[no-any-return]
 
 
-def mixtral() -> Wrapped:
+def of_transformers(name: str, **options: Any) -> Make:
+    return lambda: Wrapped(build(name, **options)[0])
+
+
+def resnet() -> Wrapped:
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=30,
-        hidden_size=8,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=8,
-        num_local_experts=3,
-        output_router_logits=True,
-    )
-    return Wrapped(MixtralForCausalLM(config))
-
-
-def bart() -> Wrapped:
-    torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=30,
-        d_model=8,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        max_position_embeddings=16,
-        encoder_layerdrop=0.2,
-        **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
-        forced_eos_token_id=None,
-    )
-    return Wrapped(BartForConditionalGeneration(config))
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic")
+    return Wrapped(ResNetForImageClassification(config))
 
 
 def numbers(seed: int) -> Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def words(seed: int) -> Tensor:
-    return torch.randint(3, 30, (8, 6), generator=torch.Generator().manual_seed(seed))
+def images(seed: int) -> dict[str, Tensor]:
+    pixels = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values": pixels, "labels": torch.arange(8) % 2}
 
 
-CASES: list[tuple[Make, Callable[[int], Tensor]]] = [
-    (UNet, numbers),
-    (KeepingModel, numbers),
-    (Skipping, numbers),
-    (Remembering, numbers),
-    (Counting, numbers),
-    (Passing, numbers),
-    (mixtral, words),
-    (bart, words),
+CASES: list[tuple[Make, Callable[[int], Any]]] = [
+    *((make, numbers) for make in (UNet, KeepingModel, Skipping, Remembering, Counting, Passing)),
+    (of_transformers("BertForMaskedLM"), words),
+    (of_transformers("GPT2LMHeadModel"), words),
+    (resnet, images),
+    (of_transformers("MixtralForCausalLM", output_router_logits=True), words),
+    (of_transformers("BartForConditionalGeneration", encoder_layerdrop=0.2), words),
 ]
-
-
-SMALL = 6  # cases, without transformers, whose rehearsals take seconds
+MOST = 9  # cases, without those whose rehearsals take long
 
 
 def first_cases(rank: int, count: int, schedule: str, num_stages: int, stages_per_worker: int) -> list[Any]:
@@ -278,9 +253,9 @@ def whole(make: Make, batch: Callable[[int], Tensor], num_stages: int) -> Any:
     ("schedule", "num_stages", "stages_per_worker", "count"),
     [
         ("1f1b", 3, 1, len(CASES)),
-        ("gpipe", 2, 1, SMALL),
-        ("interleaved_1f1b", 2, 2, SMALL),
-        ("zero_bubble", 2, 2, SMALL),
+        ("gpipe", 2, 1, MOST),
+        ("interleaved_1f1b", 2, 2, MOST),
+        ("zero_bubble", 2, 2, MOST),
     ],
 )
 def test_every_schedule_computes_what_one_process_does(
