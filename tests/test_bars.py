@@ -40,7 +40,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 BARS = {
     "code lines of the package": 38_250,
     "code lines of recipes, without baselines and tools": 7_390,
-    "code lines of tests": 42_350,
+    "code lines of tests": 41_980,
     "statements that raise something": 562,
     "types of messages, events, decisions and effects": 82,
 }
