@@ -24,7 +24,7 @@ from recipes.command_line import check_jobs
         ("sync.conectivity=3", "sync.conectivity does not exist; did you mean connectivity?"),
         ("+sync.conectivity=3", "sync.conectivity is not an option of SemiDecentralized; did you mean connectivity?"),
         ("+strategy.find_unused_parameters=true", "find_unused_parameters is not an option of SDPipeStrategy"),
-        ("+strategy.ddp_comm_hook=true", "ddp_comm_hook is an option of DistributedDataParallel"),
+        ("+strategy.ddp_comm_hook=true", "ddp_comm_hook is not an option of SDPipeStrategy: sync= says"),
         ("+strategy.num_micro_batchs=3", "is not an option of SDPipeStrategy; did you mean num_micro_batches?"),
         ("partition=balanced strategy.partition.bandwith=3", "strategy.partition.bandwith does not exist; did you"),
         ("trainer.max_epoch=3", "trainer.max_epoch does not exist; did you mean max_epochs?"),

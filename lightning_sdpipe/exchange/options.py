@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.payloads import Full, Payload
-from lightning_sdpipe.policies.policy import refusal
+from lightning_sdpipe.policies.policy import check_choices, refusal
 
 Overlap = Literal["none", "step", "free"]
 Hierarchy = Literal["flat", "hosts"]
@@ -44,10 +44,7 @@ class Exchange:
             raise ConfigurationError(
                 f"payload={given!r} is no payload; give one of lightning_sdpipe.exchange.payloads, such as EightBit()."
             )
-        for option, allowed in (("overlap", Overlap), ("hierarchy", Hierarchy)):
-            if getattr(self, option) not in get_args(allowed):
-                raise refusal(option, getattr(self, option), f"one of {', '.join(map(repr, get_args(allowed)))}")
-
+        check_choices(self)
         if not 0 <= self.interval < float("inf"):
             raise refusal("interval", self.interval, "seconds from 0")
         if self.interval != INTERVAL and self.overlap != "free":

@@ -38,8 +38,7 @@ class Static:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
-        if not self.factors or not all(math.isfinite(factor) and factor >= 1.0 for factor in self.factors):
-            raise ConfigurationError(f"factors={list(self.factors)} must be finite numbers of at least 1.")
+        _check_factors("factors", self.factors)
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
         """Return 0: there is no delay beside the slowness."""
@@ -112,8 +111,7 @@ class Slowed:
     def __post_init__(self) -> None:
         if isinstance(self.factor, Sequence):
             object.__setattr__(self, "factor", tuple(self.factor))
-        if not self._factors or not all(math.isfinite(factor) and factor >= 1.0 for factor in self._factors):
-            raise ConfigurationError(f"factor={self.factor!r} must be finite numbers of at least 1.")
+        _check_factors("factor", self._factors)
 
     @property
     def _factors(self) -> Sequence[float]:
@@ -127,3 +125,8 @@ class Slowed:
         """Return the track of the base, made slower."""
         track, factor = self.base.track(rank) or Track(1.0, (1.0,)), self._factors[rank % len(self._factors)]
         return replace(track, speeds=tuple(speed / factor for speed in track.speeds))
+
+
+def _check_factors(name: str, factors: Sequence[float]) -> None:
+    if not factors or not all(math.isfinite(factor) and factor >= 1.0 for factor in factors):
+        raise ConfigurationError(f"{name}={list(factors)} must be finite numbers of at least 1.")

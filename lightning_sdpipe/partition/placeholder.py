@@ -79,10 +79,8 @@ class Placeholder(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in READS:
-            raise SkippedCutError(args[0], "is read by Python")
-        if func in READS_NUMBER:
-            raise SkippedCutError(args[0], "is read as a Python number")
+        if func in READS or func in READS_NUMBER:
+            raise SkippedCutError(args[0], f"is read {'by Python' if func in READS else 'as a Python number'}")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

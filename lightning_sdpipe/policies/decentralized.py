@@ -8,18 +8,17 @@ iteration, as with AD-PSGD.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import pairing as places
 from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
 from lightning_sdpipe.policies.capabilities import BESIDE, CHANGING, FREELY, LIKE, RING, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.policy import PolicyConfig, check_choices, check_integer
 
 Peers = Literal["ring", "shift_one", "random"]
 
@@ -40,8 +39,7 @@ class Decentralized(PolicyConfig, frozen=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.peers not in get_args(Peers):
-            raise ConfigurationError(f"peers={self.peers!r} is not allowed; give 'ring', 'shift_one' or 'random'.")
+        check_choices(self)
         check_integer("every", self.every, 1, "updates")
         check_integer("seed", self.seed, 0, "any")
 

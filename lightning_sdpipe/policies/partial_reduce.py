@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice, pairwise
+from typing import Literal
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.capabilities import GROUPS
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When, check_choices, check_integer, refusal
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 
 QUEUED = "first in the queue"
@@ -39,8 +40,6 @@ QUEUED = "first in the queue"
 HISTORY = 4
 """Default of T, in multiples of the fewest groups that can connect all. With these alone random groups would seldom
 connect all: 7 pairs of 8 pipelines do so once in ten times."""
-
-_MISSING = ("closest", "oldest", "none")
 
 
 class PartialReduce(PolicyConfig, frozen=True):
@@ -60,15 +59,14 @@ class PartialReduce(PolicyConfig, frozen=True):
 
     group_size: int = 3
     decay: float | None = None
-    missing: str = "closest"
+    missing: Literal["closest", "oldest", "none"] = "closest"
     history: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("group_size", self.group_size, 2, "pipelines")
         if self.decay is not None and not (isinstance(self.decay, float) and 0.0 < self.decay < 1.0):
             raise refusal("decay", self.decay, "a number between 0 and 1, or null for equal weights")
-        if self.missing not in _MISSING:
-            raise refusal("missing", self.missing, ", ".join(f'"{name}"' for name in _MISSING))
+        check_choices(self)
         if self.missing != "closest" and self.decay is None:
             raise ConfigurationError(
                 f"missing={self.missing!r} has no effect without decay, since equal weights depend on no clock; leave "

@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 
@@ -44,7 +45,14 @@ from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, GroupPart, PlannedGroup, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.pairing import draw, similarities, uniform
-from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, check_integer, checked_groups, refusal
+from lightning_sdpipe.policies.policy import (
+    PolicyConfig,
+    RefusedEvent,
+    check_choices,
+    check_integer,
+    checked_groups,
+    refusal,
+)
 from lightning_sdpipe.policies.versions import Versions
 
 MEMORY = 16
@@ -77,7 +85,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
     asynchronous: bool = False
     seed: int = 0
     times: tuple[float, ...] | None = None
-    within: str = "gradients"
+    within: Literal["gradients", "models"] = "gradients"
 
     def __post_init__(self) -> None:
         if self.groups != "auto" and not self.names_a_network:
@@ -93,8 +101,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
         check_integer("every", self.every, 1, "steps")
         check_integer("staleness", self.staleness, 1, "steps, or null for no bound", optional=True)
         check_integer("seed", self.seed, 0, "any")
-        if self.within not in ("gradients", "models"):
-            raise refusal("within", self.within, '"gradients", or "models", which are averaged after each step then')
+        check_choices(self)
         if self.asynchronous and self.within == "models":
             raise ConfigurationError(
                 'within="models" does not go with asynchronous=True: members average after their step, and one that '

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -135,6 +135,20 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, meta
 def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
     """Return the error for a value that is not allowed."""
     return ConfigurationError(f"{name}={value!r} is not allowed; give {allowed}")
+
+
+def check_choices(values: object) -> None:
+    """Refuse what a field of ``values`` holds where its annotation has a ``Literal`` that does not name it.
+
+    Raises:
+        ConfigurationError: the value is refused.
+    """
+    for name, hint in get_type_hints(type(values)).items():
+        parts = [hint, *get_args(hint)]  # of a union
+        choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+        choices += [None] if choices and type(None) in parts else []
+        if choices and getattr(values, name) not in choices:
+            raise refusal(name, getattr(values, name), f"one of {', '.join(map(repr, choices))}")
 
 
 def check_integer(name: str, value: object, least: int, unit: str, *, optional: bool = False) -> None:

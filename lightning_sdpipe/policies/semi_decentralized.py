@@ -45,7 +45,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.pairing import by_turns
-from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_choices, check_integer, refusal
 from lightning_sdpipe.policies.sync_graph import Sets, SyncGraph
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 
@@ -58,8 +58,6 @@ save."""
 
 MIN_GROUP = 2
 """Smallest group that does not widen the window of the worker that opened it, unless ``min_group`` says otherwise."""
-
-_WINDOWS = 'seconds from 0 to inf, "auto" or "paper"'
 
 
 class SemiDecentralized(PolicyConfig, frozen=True):
@@ -87,16 +85,13 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     def __post_init__(self) -> None:
         if self.window == "inf":  # JSON and YAML users can write it this way
             msgspec.structs.force_setattr(self, "window", math.inf)
-        if isinstance(self.window, str):
-            if self.window not in ("auto", "paper"):
-                raise refusal("window", self.window, _WINDOWS)
-        elif isinstance(self.window, bool) or not self.window >= 0:  # NaN is refused too
-            raise refusal("window", self.window, _WINDOWS)
+        seconds = 0.0 if self.window in ("auto", "paper") else self.window
+        if isinstance(seconds, bool | str) or not seconds >= 0:  # NaN is refused too
+            raise refusal("window", self.window, 'seconds from 0 to inf, "auto" or "paper"')
         check_integer("connectivity", self.connectivity, 1, "rounds, or null to enforce nothing", optional=True)
         check_integer("min_group", self.min_group, 1, "workers")
         check_integer("max_group", self.max_group, 2, "workers, or null to choose", optional=True)
-        if self.connectivity_unit not in ("rounds", "groups"):
-            raise refusal("connectivity_unit", self.connectivity_unit, '"rounds" or "groups"')
+        check_choices(self)
         if self.min_group != MIN_GROUP and self.window in ("auto", 0, math.inf):
             raise ConfigurationError(
                 f"min_group={self.min_group} has no effect with window={self.window}, which is not adapted to the size "

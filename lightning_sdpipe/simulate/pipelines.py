@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
@@ -24,7 +24,7 @@ from lightning_sdpipe.heterogeneity.tracks import Track
 from lightning_sdpipe.policies.announcing import share_before
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Progress, Ready, Tick, Worker
-from lightning_sdpipe.policies.policy import Policy, When, check_integer
+from lightning_sdpipe.policies.policy import Policy, When, check_choices, check_integer
 from lightning_sdpipe.topology.mesh import Mesh
 
 FORWARD_SHARE = 1 / 3
@@ -77,8 +77,7 @@ class Work:
             raise ConfigurationError(
                 "schedule='pipedream' needs pipelines of one depth and cut: others would drain for each update"
             )
-        if self.announce not in ("early", "late", None):
-            raise ConfigurationError(f'announce={self.announce!r} is not allowed; give "early" or "late"')
+        check_choices(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -279,13 +278,7 @@ class Pass(NamedTuple):
 
 
 def passes(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int, iterations: int) -> list[Pass]:
-    """Return the passes of ``stage``, in order. ``"pipedream"`` has no micro-batches and no flush until the end.
-
-    Raises:
-        ConfigurationError: the schedule is not simulated.
-    """
-    if schedule not in get_args(Schedule):
-        raise ConfigurationError(f"schedule={schedule!r} is not simulated; use one of {', '.join(get_args(Schedule))}")
+    """Return the passes of ``stage``, in order. ``"pipedream"`` has no micro-batches and no flush until the end."""
     ahead = num_stages - 1 - stage
     if schedule == "pipedream":
         kinds = [True] * min(ahead, iterations) + [True, False] * max(0, iterations - ahead)

@@ -13,7 +13,7 @@ from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.capabilities import OUTER, Capabilities
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.policies.policy import PolicyConfig, Refusing, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, Refusing, check_choices
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.own_base_averaging import OwnBaseAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
@@ -50,8 +50,7 @@ class DiLoCo(msgspec.Struct, frozen=True, metaclass=Refusing):
     def __post_init__(self) -> None:
         Nesterov(self.lr, self.momentum)  # each refuses its values
         Fragments(self.every, self.fragments, self.delay, self.mix)
-        if self.weights not in ("equal", "samples"):
-            raise refusal("weights", self.weights, '"equal" or "samples"')
+        check_choices(self)
         for name, value, instead in (("fragments", self.fragments, 1), ("mix", self.mix, 0)):
             if self.weights == "samples" and value != instead:
                 raise ConfigurationError(

@@ -24,7 +24,7 @@ from lightning_sdpipe.policies.built_in import METHODS as BY_POLICY
 from lightning_sdpipe.policies.capabilities import BY_SAMPLES, EQUALLY, GRADIENTS
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
-from lightning_sdpipe.policies.policy import PolicyConfig, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, check_choices, refusal
 from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, FreeAveraging
 from lightning_sdpipe.sync.capabilities import SENTENCES, Capabilities, Combination, capabilities_of, refusals
 from lightning_sdpipe.sync.diloco import DiLoCo
@@ -54,9 +54,8 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         if not self.bucket_mib > 0:
-            raise ConfigurationError(f"bucket_mib={self.bucket_mib} is not allowed; give MiB above 0.")
-        if self.weights not in ("samples", "equal", None):
-            raise refusal("weights", self.weights, '"samples", "equal", or None')
+            raise refusal("bucket_mib", self.bucket_mib, "MiB above 0")
+        check_choices(self)
 
     @property
     def policy(self) -> PolicyConfig:

@@ -46,8 +46,9 @@ _FOR_EXAMPLE = {
     "blocks": '["model.embeddings", "model.layers.*"]',
     "timeout": "timedelta(minutes=10)",
 }
-# Options of Lightning's DDPStrategy and torch's DistributedDataParallel, which its further options go to.
-_OF_DDP = {
+# In the place of options of other names, and of those of Lightning's DDPStrategy, whose further ones are for torch's
+# DistributedDataParallel.
+_INSTEAD = {
     **dict.fromkeys(
         ["ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"],
         "sync= says what is averaged, and when",
@@ -61,10 +62,8 @@ _OF_DDP = {
             *("dim", "process_group", "check_reduction", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
             *("device_mesh", "skip_all_reduce_unused_params"),
         ],
-        "leave it out",
+        "it is one of DistributedDataParallel, which is not used; leave it out",
     ),
-}
-_SAID_ELSEWHERE = {
     "num_pipelines": "the number of pipelines follows: devices × num_nodes / num_stages. Give num_stages here, and the "
     "other two to the Trainer",
     "batch_size": "the loader's batch_size holds, and is that of one pipeline",
@@ -279,13 +278,8 @@ def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any], hints:
         hints: the types of ``given``.
     """
     for name in unknown:
-        if name in _OF_DDP:
-            raise ConfigurationError(
-                f"{name} is an option of DistributedDataParallel, which SDPipeStrategy does not use: {_OF_DDP[name]}."
-            )
-        if name in _SAID_ELSEWHERE:
-            raise ConfigurationError(f"{name} is not an option of SDPipeStrategy: {_SAID_ELSEWHERE[name]}.")
-        raise ConfigurationError(f"{name} is not an option of SDPipeStrategy{nearest(name, given)}")
+        instead = f": {_INSTEAD[name]}." if name in _INSTEAD else nearest(name, given)
+        raise ConfigurationError(f"{name} is not an option of SDPipeStrategy{instead}")
     for name, value in given.items():
         _check_type(name, value, hints[name])
     _check_values(given)

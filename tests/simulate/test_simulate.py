@@ -144,7 +144,7 @@ def test_who_is_never_answered_is_stuck() -> None:
     [
         ({"num_pipelines": 0}, "num_pipelines=0"),
         ({"announce": "never"}, "announce='never'"),
-        ({"schedule": "zero_bubble"}, "schedule='zero_bubble' is not simulated; use one of 1f1b"),
+        ({"schedule": "zero_bubble"}, "schedule='zero_bubble' is not allowed; give one of '1f1b'"),
         ({"schedule": "pipedream", "num_micro_batches": 2}, "splits no mini-batch"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
         ({"weights": "samples", "delay": 1, "mix": 0.5}, "Use mix=0"),
         ({"quorum": 0.5}, "quorum is not a value of DiLoCo; it has left the package: leave it out"),
         ({"group": None}, r"it has left the package: use SemiDecentralized\(\) or PartialReduce"),
-        ({"weights": "losses"}, 'weights=\'losses\' is not allowed; give "equal" or "samples"'),
+        ({"weights": "losses"}, "weights='losses' is not allowed; give one of 'equal', 'samples'"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_what_does(values: dict[str, Any], instead: str) -> None:

@@ -46,7 +46,7 @@ from lightning_sdpipe.exchange.payloads.payload import (
     num_blocks,
     write_header,
 )
-from lightning_sdpipe.policies.policy import refusal
+from lightning_sdpipe.policies.policy import check_choices
 
 LEVELS = 2**16
 TABLE = 4 * LEVELS
@@ -109,8 +109,7 @@ class EightBit(Payload):
 
     def __post_init__(self) -> None:
         check_block(self.block)
-        if self.rounding not in ("nearest", "stochastic"):
-            raise refusal("rounding", self.rounding, '"nearest" or "stochastic"')
+        check_choices(self)
 
     @property
     def kinds(self) -> Set[str]:  # type: ignore[override]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.policy import refusal
+from lightning_sdpipe.policies.policy import check_choices, refusal
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CPU_PIECE = 2**18
@@ -297,8 +297,7 @@ class Half(_Cast):
     dtype: Literal["float16", "bfloat16"] = "float16"
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float16", "bfloat16"):
-            raise refusal("dtype", self.dtype, '"float16" or "bfloat16", or use Full()')
+        check_choices(self)
 
     kinds = frozenset({"half", "nothing"})
     modulo = False

@@ -220,7 +220,7 @@ def test_refuses_what_cannot_be_averaged(payload: Payload, dtype: torch.dtype) -
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Half("float8"), "dtype='float8'.*bfloat16.*Full"),
+        (lambda: Half("float8"), "dtype='float8'.*float16.*bfloat16"),
         (lambda: EightBit(0), "block=0.*positive integer"),
         (lambda: EightBit(2.5), "block=2.5"),
         (lambda: EightBit(True), "block=True"),
