@@ -22,6 +22,7 @@ import torch
 from recipes.gpu import checks, shares
 from recipes.gpu.rows import Report, run
 from recipes.gpu.running import Machine
+from recipes.harness.processes import in_processes
 
 PARTS = {"checks": (checks.ROWS, 290.0), "shares": (shares.ROWS, 350.0)}
 """The rows of each, and the seconds after which no further one begins by default."""
@@ -37,12 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--images", type=Path, default=Path("/usr/share/datasets/fashion-mnist"), help="Fashion-MNIST (%(default)s)")
     add("--out", type=Path, default=Path(), help="folder for the report (%(default)s)")
     options = parser.parse_args(arguments)
-    count = 0 if options.dry else torch.cuda.device_count()
+    torch.set_num_threads(1)  # a fork copies no others
+    count = 0 if options.dry else in_processes(1, _count)[0]
     if not count and not options.dry:
         print("torch finds no CUDA device here; --dry tries the script itself on the CPU", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a row has started ends
-    torch.set_num_threads(1)  # a fork copies no others
     options.out.mkdir(parents=True, exist_ok=True)
     about = {"on": time.strftime("%Y-%m-%d %H:%M"), "command": " ".join(["python3 -m recipes.gpu", *sys.argv[1:]])}
     if options.dry:
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows, limit = PARTS[part]
             run(rows, machine, report, limit if options.seconds is None else options.seconds)
     return int(any(outcome.result == "failed" for outcome in report.outcomes))
+
+
+def _count(rank: int) -> int:
+    """Return the number of GPUs, in a child: where NVML does not tell, asking opens them."""
+    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

@@ -61,7 +61,11 @@ class Machine:
 
 
 def on_ranks(
-    count: int, work: Callable[..., Any], *arguments: Any, own: Sequence[Mapping[str, str]] | None = None
+    count: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    own: Sequence[Mapping[str, str]] | None = None,
+    limit: float = NEVER,
 ) -> list[Any]:
     """Return what ``work(rank, *arguments)`` returns on each rank, in the environment in which torchrun would start it.
 
@@ -70,9 +74,10 @@ def on_ranks(
         work: returns what is no tensor.
         arguments: for it.
         own: more of each rank's environment.
+        limit: seconds that they may take.
     """
     port = free_port()
-    return in_processes(count, _rank, count, port, own or [{}] * count, work, arguments, timeout=NEVER)
+    return in_processes(count, _rank, count, port, own or [{}] * count, work, arguments, timeout=limit)
 
 
 def _rank(

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ EPOCH_SECONDS = 15.0
 DIGITS = Path(__file__).parents[1] / "images" / "digits"
 _IDLE = 1.25
 """How much longer the steps of all together are than the device needs for them, where pauses make shares."""
-_STARTS = 30.0  # seconds
+_MPS, _STARTS = "nvidia-cuda-mps-control", 15.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -90,27 +90,39 @@ def _step_seconds(rank: int, machine: Machine, kind: Kind) -> float:
 @contextmanager
 def mps(machine: Machine) -> Iterator[dict[str, str] | None]:
     """Run a daemon of CUDA MPS of one's own, and yield what its clients have in their environment; None where there is
-    none, or where it does not serve."""
-    control = "nvidia-cuda-mps-control"
-    if machine.device != "cuda" or shutil.which(control) is None:
+    none, or where it does not serve, which the first row tries for all."""
+    tried = machine.folder / "mps"
+    served = tried.read_text() == "serves" if tried.exists() else None
+    if machine.device != "cuda" or shutil.which(_MPS) is None or served is False:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:  # short, since a socket's path is
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        run = partial(subprocess.run, env={**os.environ, **environment}, check=False, timeout=_STARTS)
-        serves = run([control, "-d"], stdin=subprocess.DEVNULL).returncode == 0
+        starts = _told(environment, "-d")
         try:
-            yield environment if serves and _is_served(machine, environment) else None
+            if served is None:
+                served = starts and _is_served(machine, environment)
+                tried.write_text("serves" if served else "does not serve")
+            yield environment if starts and served else None
         finally:
-            if serves:
-                run([control], input=b"quit\n")
+            if starts:
+                _told(environment, said="quit\n")
+
+
+def _told(environment: Mapping[str, str], *arguments: str, said: str = "") -> bool:
+    """Call the control of MPS, and return whether it did what it was told, in time."""
+    call = [_MPS, *arguments]
+    with suppress(subprocess.TimeoutExpired):
+        own = {**os.environ, **environment}
+        return subprocess.run(call, env=own, input=said, text=True, check=False, timeout=_STARTS).returncode == 0
+    return False
 
 
 def _is_served(machine: Machine, environment: Mapping[str, str]) -> bool:
     try:
         halves = [{**environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent} for percent in ("25", "100")]
-        slow, fast = (on_ranks(1, _product_seconds, machine, own=[own])[0] for own in halves)
-    except RuntimeError:
+        slow, fast = (on_ranks(1, _product_seconds, machine, own=[own], limit=_STARTS)[0] for own in halves)
+    except (RuntimeError, TimeoutError):
         return False
     return bool(slow > 2 * fast)
 

@@ -4,8 +4,10 @@ has those of them that the fake accelerator can do."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,20 @@ def test_pauses_make_steps_so_long_that_a_device_holds_all_of_them(tmp_path: Pat
         steps = [pause + 0.1 for pause in given.pauses]
     assert steps == pytest.approx([0.5, 0.5, 1.0, 2.0])
     assert sum(0.1 / step for step in steps) < 1
+
+
+@pytest.mark.parametrize("does", ["exec sleep 1000", "exit 1", "exit 0"], ids=["hangs", "fails", "starts"])
+def test_mps_that_does_not_serve_is_tried_once(does: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    control, calls = tmp_path / "nvidia-cuda-mps-control", tmp_path / "calls"
+    control.write_text(f'#!/bin/sh\necho "$1" >> {calls}\n{does}\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(shares, "_STARTS", 0.5)
+    monkeypatch.setattr(shares, "_product_seconds", lambda rank, machine: time.sleep(1000))
+    for _ in range(2):
+        with shares.mps(Machine("cuda", 1, tmp_path)) as environment:
+            assert environment is None
+    assert calls.read_text().count("-d") == 1
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
