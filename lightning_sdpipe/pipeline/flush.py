@@ -250,15 +250,6 @@ class CutStage:
 
     get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = get_fwd_recv_ops
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []
-
-    def _prepare_forward_infra(self, *_: Any, **__: Any) -> tuple[Any, ...]:
-        return ()
-
-    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
-        pass
-
     def clear_runtime_states(self) -> None:
         pass
 
@@ -266,6 +257,9 @@ class CutStage:
         pass
 
     def scale_grads(self, grad_scale_factor: int) -> None:
+        pass
+
+    def release_fwd_send_outputs(self, index: int) -> None:
         pass
 
 
@@ -499,7 +493,16 @@ def _order(name: str, stages: Sequence[CutStage], parts: int) -> Callable[[], ob
             f"schedule={name!r} cannot order num_micro_batches={parts} over {stages[0].num_stages} "
             f"stages on {stages[0].group_size} workers ({error}). Use a multiple of {stages[0].group_size}."
         ) from error
+    skip_initialisation(schedule)
     return partial(schedule.step, target=torch.arange(parts), return_outputs=False)
+
+
+def skip_initialisation(schedule: Any) -> None:
+    """Keep a schedule of torch from preparing its stages, which prepare themselves. How it does that differs between
+    versions of torch."""
+    for name in ("_initialize_stage", "_initialize_stages"):  # of one stage, and of several
+        if hasattr(schedule, name):
+            setattr(schedule, name, lambda *_, **__: None)
 
 
 def run_ahead(stage: CutStage, parts: int, ahead: int) -> None:
