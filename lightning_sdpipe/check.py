@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     rehearse = partial(factory.rehearse, module, batches=parts)
     count = partial(factory.count, module, parts[0])
     cuts = factory.cuts(given)
-    found = factory.by_cut(plans(module, cuts, given.blocks, None, rehearse, count, attempt=factory.tried))
-    compared = [(of, *compare(make, cut)) for of, cut in found]
+    plan_all = partial(plans, module, cuts, given.blocks, None, rehearse, count, attempt=factory.tried)
+    compared = [(of, *compare(make, cut)) for of, cut in factory.by_cut(factory.tried(plan_all))]
     splitting = compare_split(partial(_make, given.factory), batch, micro_batches)
     print(*(f"{of}{report}" for of, _, report in compared), splitting, sep="\n")
     return int(max(difference for _, difference, _ in compared) > TOLERANCE)

@@ -120,7 +120,7 @@ def plans(
         memory: bytes of a device. Stages of ``"auto"`` whose weights, gradients and optimizer states need more are
             avoided, if they can be.
         attempt: calls the function that it is given, which tries one chain, and returns what that returns. In a process
-            of its own, what the steps keep is as before them for the next chain.
+            of its own, what the steps keep is as before them for the next chain. The last chain is tried without.
 
     Raises:
         ConfigurationError: the chain cannot be cut so.
@@ -131,7 +131,13 @@ def plans(
         return [Plan((), (range(0),))] * len(cuts)
     costs = count() if _automatic(cuts) else None
     planner = _Planner(module, cuts, names, measure, rehearse, memory, costs)
-    return _first(planner.chains(), lambda chain: attempt(partial(planner.plans_of, chain)))
+    *others, last = planner.chains()
+
+    def made(chain: Sequence[str]) -> list[Plan]:
+        work = partial(planner.plans_of, chain)
+        return work() if chain is last else attempt(work)  # no other chain finds what the steps keep in the last one
+
+    return _first([*others, last], made)
 
 
 def _automatic(cuts: Sequence[PipelineCut]) -> list[int]:

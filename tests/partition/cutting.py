@@ -35,7 +35,7 @@ def planned(module: Stepping, batches: Sequence[Any], num_stages: int, blocks: S
     module.set_up(module.model)
     steps = [StepCalls("training_step", [(batch, ()) for batch in batches[:2]], True)]
     rehearse = partial(rehearsal.rehearse, module, steps=steps, device=torch.device("cpu"))
-    return plan(module, num_stages, names=blocks, rehearse=rehearse, attempt=tried)
+    return tried(partial(plan, module, num_stages, names=blocks, rehearse=rehearse, attempt=tried))
 
 
 def assert_equal_when_cut(

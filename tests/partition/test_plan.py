@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -147,6 +148,23 @@ def test_pipelines_have_one_chain_and_cuts_of_their_own() -> None:
     made = plans(chain(*[1] * 7), cuts, measure=lambda blocks: [BlockProfile(1, 1, 0, 0) for _ in blocks])
     assert [each.spans for each in made] == [(range(6),), (range(1), range(1, 6)), (range(1), range(1, 5), range(5, 6))]
     assert len({each.blocks for each in made}) == 1
+
+
+def test_a_chain_is_tried_apart_only_if_another_one_may_be_tried_after_it() -> None:
+    apart: list[list[Plan]] = []
+
+    def attempt(work: Callable[[], list[Plan]]) -> list[Plan]:
+        apart.append([])
+        apart[-1].extend(made := work())
+        return made
+
+    model = nn.Module()  # which can be opened further
+    model.first, model.second = nn.Linear(4, 4), nn.ModuleDict({"down": nn.Linear(4, 8), "up": nn.Linear(8, 4)})
+    for num_stages, succeeds in ((2, True), (3, False)):
+        made = plan(model, num_stages, "uniform", attempt=attempt)
+        assert apart.pop() == [made] * succeeds
+    assert plan(chain(*[1] * 7), 2, "uniform", attempt=attempt).spans == (range(3), range(3, 6))
+    assert apart == []
 
 
 def test_heavy_modules_that_are_opened_give_more_blocks() -> None:
