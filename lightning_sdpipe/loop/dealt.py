@@ -360,11 +360,12 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
     """Return one line on what was chosen, why, and which hooks of the user's are told the number of a training batch.
 
     Args:
-        required: True if the user asked for it.
+        required: True if the user asked for it, or the run is elastic.
         module: the user's.
         callbacks: of the Trainer.
     """
-    why = "as data='dealt' says" if required else "since the method and the loader allow it"
+    instead = " (data='sharded' gives each pipeline a shard instead)"
+    why = ", as data='dealt' and elastic runs require" if required else instead
     users = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
     told: list[tuple[Any, str]] = [
         (module, name) for name in ("on_train_batch_start", "on_train_batch_end", "optimizer_step")
@@ -377,6 +378,6 @@ def announcement(required: bool, module: LightningModule, callbacks: Iterable[Ca
     ]
     seen = f"; {', '.join(hooks)} see the batch_idx of their own pipeline's batches" if hooks else ""
     return (
-        f"Batches are dealt to pipelines by their speed, {why}{seen}. What all pipelines must do at the same point "
-        "should depend on trainer.global_step (docs/data.md). data='sharded' gives each pipeline a shard instead."
+        f"Batches are dealt to pipelines by their speed{why}{seen}. What all pipelines must do at the same point "
+        "should depend on trainer.global_step (docs/data.md)."
     )

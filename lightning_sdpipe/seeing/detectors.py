@@ -227,7 +227,7 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
     for name, us, peer in zip(PHASES[:OWN], here[:OWN], peers[:OWN], strict=True):
         if us or peer:
             evidence |= {f"{name}_ms": round(us / 1e3, 3), f"{name}_ms_of_peers": round(peer / 1e3, 3)}
-    text = f"{recording.name(slow.worker)} {slow.ratio:.2f} × as slow as its peers ({cause})"
+    text = f"{recording.name(slow.worker)} is {slow.ratio:.2f} × as slow as its peers ({cause})"
     cost = _cost(recording, [slow])
     advice = FOR_CAUSE.get(cause) or _for_slow_ones(recording, [slow])
     return Finding("compute_straggler", severity(cost), (slow.worker,), slow.since, text, evidence, cost, advice)

@@ -200,7 +200,7 @@ def _said(finding: Finding) -> str:
     if finding.cost is None:
         return finding.text
     blamed = finding.kind in (*IN_ONE_LINE, "stalling")
-    return f"{finding.text}: {'others stood still' if blamed else 'it costs'} {100 * finding.cost.stood:.1f} %"
+    return f"{finding.text}: {'others waited' if blamed else 'it costs'} {100 * finding.cost.stood:.1f} % of the time"
 
 
 def _recommended(advice: Advice) -> str:

@@ -31,7 +31,7 @@ def test_hooks_that_are_told_the_number_of_a_batch_are_named() -> None:
     line = announcement(False, Module(), [EveryTenth(), AtTheEnd(), ModelCheckpoint(), LearningRateMonitor()])
     hooks = "Module.on_train_batch_end, EveryTenth.on_train_batch_start"
     assert f"{hooks} see the batch_idx of their own pipeline's batches" in line
-    assert "since the method and the loader allow it" in line
+    assert "(data='sharded' gives each pipeline a shard instead)" in line
     assert "AtTheEnd" not in line
     assert "Monitor" not in line
 
@@ -39,7 +39,7 @@ def test_hooks_that_are_told_the_number_of_a_batch_are_named() -> None:
 def test_without_such_hooks_the_line_is_short() -> None:
     line = announcement(True, L.LightningModule(), [AtTheEnd()])
     assert "batch_idx" not in line
-    assert "as data='dealt' says" in line
+    assert "as data='dealt' and elastic runs require" in line
 
 
 class Noisy(Dataset[float]):

@@ -52,7 +52,7 @@ def check_picture(path: Path) -> None:
 def test_a_browser_shows_a_report(tmp_path: Path) -> None:
     assert main(["report", str(GOLDEN / "straggler.jsonl"), "-o", str(tmp_path / "run.html")]) == 0
     url = (tmp_path / "run.html").as_uri()
-    assert "1.54 × as slow as its peers (injected): others stood still 6.4 %" in browse(url, "--dump-dom")
+    assert "1.54 × as slow as its peers (injected): others waited 6.4 % of the time" in browse(url, "--dump-dom")
     browse(url, f"--screenshot={tmp_path / 'report.png'}")
     check_picture(tmp_path / "report.png")
 

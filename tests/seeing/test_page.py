@@ -31,9 +31,9 @@ def shown(seen: Recording) -> str:
 
 def test_the_last_line_says_how_fast_it_was_and_who_was_slow() -> None:
     line = in_one_line(pair(128, 1.5))
-    slow = "stage 0 of pipeline 1 (gpu7, cuda:1) 1.50 × as slow as its peers (forward)"
+    slow = "stage 0 of pipeline 1 (gpu7, cuda:1) is 1.50 × as slow as its peers (forward)"
     advice = '→ give it fewer batches, since others wait for it at the end of an epoch: SDPipeStrategy(data="dealt")'
-    assert line == f"sdpipe: 703 samples/s; {slow}: others stood still 16.5 % {advice}"
+    assert line == f"sdpipe: 703 samples/s; {slow}: others waited 16.5 % of the time {advice}"
     assert in_one_line(pair(128, 1.0)) == "sdpipe: 1.0k samples/s; no worker was slower than its replicas"
     assert in_one_line(pair(44, 1.5)) == "sdpipe: 703 samples/s; too short to tell (44 of 96 updates)"
     assert in_one_line(pair(44, 1.5, None)) == "sdpipe: too short to tell (44 of 96 updates)"
@@ -44,8 +44,8 @@ def test_the_last_line_says_how_fast_it_was_and_who_was_slow() -> None:
 def test_a_page_has_findings_bars_and_a_legend() -> None:
     lines = shown(pair(128, 1.5)).splitlines()
     assert lines[0] == (
-        "CRITICAL stage 0 of pipeline 1 (gpu7, cuda:1) 1.50 × as slow as its peers (forward): others stood still 16.5 %"
-        "  [compute_straggler]"
+        "CRITICAL stage 0 of pipeline 1 (gpu7, cuda:1) is 1.50 × as slow as its peers (forward): "
+        "others waited 16.5 % of the time  [compute_straggler]"
     )
     assert lines[1].startswith("         → give it fewer batches, ")
     assert lines[1].endswith(': SDPipeStrategy(data="dealt")')

@@ -209,7 +209,7 @@ def test_a_page_has_findings_and_bars_and_takes_nothing_for_markup(status: Any) 
     assert any("1.50 × as slow as its peers" in word for word in page.words)
     assert 'class="finding critical"' in text
     assert any(word.startswith("→ ") for word in page.words), "what to do"
-    assert any("others stood still 15.0 %" in word for word in page.words)
+    assert any("others waited 15.0 %" in word for word in page.words)
     assert "<title>forward 40.0 ms, 40.0 %</title>" in text
     Page(web.View(Fixed(), 1.0, "train.py").seen.page.decode())
 

@@ -61,7 +61,7 @@ def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: p
         assert run.wait() == 0, run.printed()
     slow, equal = re.findall(r"^(?:INFO: )?(sdpipe: .*)$", run.printed(), re.MULTILINE)
     ratio = r"1\.[3-7]\d × as slow as its peers \(injected\)"
-    named = rf"stage 0 of pipeline 1 \(.*, cpu\) {ratio}: others stood still \d+\.\d %"
+    named = rf"stage 0 of pipeline 1 \(.*, cpu\) is {ratio}: others waited \d+\.\d % of the time"
     gain = r"\(up to 1\.\d\d × as fast\)"
     advice = rf'→ let the others go on without it: SDPipeStrategy\(sync="semi_decentralized"\) {gain}'
     assert re.match(rf"sdpipe: \S+ samples/s; {named} {advice}", slow), slow
