@@ -63,6 +63,13 @@ def test_a_program_without_a_file_is_told_to_fork(program: str, monkeypatch: pyt
         launcher._start_children()
 
 
+def test_a_script_starts_its_processes_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those that run it again for a later Trainer would start others for an earlier one."""
+    monkeypatch.setenv("SDPIPE_JOINED", "3")
+    with pytest.raises(ConfigurationError, match="has come to one with start_method='fork'"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=SDPipeStrategy(start_method="fork"), logger=False)
+
+
 def test_a_program_that_has_left_its_directory_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.touch()
