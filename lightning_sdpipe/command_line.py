@@ -65,17 +65,6 @@ def numbers_of(text: str) -> list[float]:
     return _listed(text, float, -math.inf, "numbers, like 1,1,2")
 
 
-def port_of(text: str) -> int:
-    """Parse the number of a port.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is none.
-    """
-    if text.isdecimal() and int(text) <= 65535:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text}: give a port from 0 to 65535")
-
-
 def _listed(text: str, kind: Callable[[str], _Number], least: float, what: str) -> list[_Number]:
     with contextlib.suppress(ValueError):
         numbers = [kind(number) for number in text.split(",")]
@@ -104,11 +93,11 @@ def shape_of(stages: Sequence[int], pipelines: int | None) -> tuple[int, int, tu
     Raises:
         ConfigurationError: the number of pipelines is missing, below 1, or differs from that of the list.
     """
-    if pipelines is not None and pipelines < 1:
-        raise ConfigurationError(f"--pipelines {pipelines} is not allowed; give 1 or more.")
     if len(stages) == 1:
-        if pipelines is None:
-            raise ConfigurationError(f"--stages {stages[0]} are those of each pipeline; give --pipelines too.")
+        if pipelines is None or pipelines < 1:
+            raise ConfigurationError(
+                f"--stages {stages[0]} are those of each pipeline; give --pipelines too, 1 or more."
+            )
         return stages[0], pipelines, ()
     if pipelines not in (None, len(stages)):
         listed = ",".join(map(str, stages))

@@ -82,11 +82,11 @@ def test_the_version_and_a_list_of_commands(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("simulate --stages 1 --pipelines 0", "--pipelines 0 is not allowed; give 1 or more."),
-        ("scheduler --stages 1 --pipelines -1", "--pipelines -1 is not allowed; give 1 or more."),
+        ("simulate --stages 1 --pipelines 0", "give --pipelines too, 1 or more."),
+        ("scheduler --stages 1 --pipelines -1", "give --pipelines too, 1 or more."),
         ("scheduler --stages 1 --pipelines 2 --bind tcp://127.0.0.1:99999", "give a port from 0 to 65535"),
         ("scheduler --stages 1 --pipelines 2 --lifeline-port 99999", "give a port from 0 to 65535"),
-        ("serve tcp://127.0.0.1:5555 --port 99999", "give a port from 0 to 65535"),
+        ("serve tcp://127.0.0.1:5555 --port -1", "give a port from 0 to 65535"),
         ("status tcp://127.0.0.1:99999", "give a port from 0 to 65535"),
         ("run", "required: --pipelines, SCRIPT; see"),
     ],

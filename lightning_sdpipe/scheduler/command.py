@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser, depths_of, port_of, shape_of
+from lightning_sdpipe.command_line import Parser, depths_of, shape_of
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
@@ -116,7 +116,7 @@ def _parser() -> Parser:
     )
     add(
         "--lifeline-port",
-        type=port_of,
+        type=int,
         default=0,
         help="to which the processes of a run connect, besides the scheduler's own (default: any)",
     )

@@ -169,7 +169,7 @@ def host_and_port(address: str) -> tuple[str, str]:
 def check_port(address: str) -> None:
     """Raise ConfigurationError if this ZeroMQ address has a port that there is not, of which ZeroMQ makes another."""
     port = host_and_port(address)[1]
-    if address.startswith("tcp://") and port.isdecimal() and int(port) > 65535:
+    if address.startswith("tcp://") and port.lstrip("-").isdecimal() and not 0 <= int(port) <= 65535:
         raise ConfigurationError(f"{address} is not allowed; give a port from 0 to 65535")
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser, port_of
+from lightning_sdpipe.command_line import Parser
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.scheduler.credentials import is_loopback
+from lightning_sdpipe.scheduler.credentials import check_port, is_loopback
 from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
 from lightning_sdpipe.seeing.following import Follower
 
@@ -21,6 +21,7 @@ _SHORTEST_TOKEN = 16
 def main(arguments: Sequence[str]) -> None:
     """Serve the page until interrupted."""
     options = _parser().parse_args(arguments)
+    check_port(f"tcp://{options.host}:{options.port}")
     token = None if options.token_file is None else _token(options.token_file)
     if token is None and not is_loopback(f"tcp://{options.host}:0"):
         raise ConfigurationError(
@@ -56,7 +57,7 @@ def _parser() -> Parser:
     parser = Parser("serve", "Shows a run in a browser, and to Prometheus; needs the extra `serve`.")
     add_scheduler(parser)
     add = parser.add_argument
-    add("--port", type=port_of, default=PORT, help="0 is any that is free")
+    add("--port", type=int, default=PORT, help="0 is any that is free")
     add("--host", default="127.0.0.1", help="that it listens at; others than loopback need --token-file")
     add(
         "--token-file",

@@ -15,6 +15,7 @@ from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies import Event, Group, Joined, Left, Ready, Worker, registry
 from lightning_sdpipe.policies.decentralized import Decentralized
+from lightning_sdpipe.policies.events import SEGMENT
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.background_averaging import FreeAveraging
@@ -131,7 +132,7 @@ def test_who_stops_ends_what_it_has_asked_for_since_others_count_on_it() -> None
         sync.start()
         sync.synchronise()
         sync.settle()  # nobody else has come
-    assert client.asked == [0, 10**6, 2 * 10**6], "all stages count from the moment they take part, and no number again"
+    assert client.asked == [0, SEGMENT, 2 * SEGMENT], "all stages count from when they take part, and no number again"
 
 
 class Desk:

@@ -59,6 +59,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         check_port(self.bind)
+        check_port(f"tcp://*:{self.lifeline_port}")
         if self.keys is None and not is_loopback(self.bind):
             raise ConfigurationError(
                 f"the scheduler would listen at {self.bind}, which other machines can reach, without keys; "
