@@ -38,10 +38,10 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 38_230,
-    "code lines of recipes, without baselines and tools": 7_390,
+    "code lines of the package": 38_240,
+    "code lines of recipes, without baselines and tools": 7_385,
     "code lines of tests": 41_980,
-    "statements that raise something": 547,
+    "statements that raise something": 549,
     "types of messages, events, decisions and effects": 82,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""

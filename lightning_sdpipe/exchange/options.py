@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,14 +35,8 @@ class Exchange:
 
     def __post_init__(self) -> None:
         given: object = self.payload
-        if inspect.isclass(given):
-            raise ConfigurationError(
-                f"payload={given.__name__} is a class; give an object of it: payload={given.__name__}()."
-            )
         if not isinstance(given, Payload):
-            raise ConfigurationError(
-                f"payload={given!r} is no payload; give one of lightning_sdpipe.exchange.payloads, such as EightBit()."
-            )
+            raise refusal("payload", given, "an object of lightning_sdpipe.exchange.payloads, such as EightBit()")
         check_choices(self)
         if not 0 <= self.interval < float("inf"):
             raise refusal("interval", self.interval, "seconds from 0")

@@ -136,20 +136,11 @@ def learning(
                 points = by_decisions(_method(known["methods"][name]), work, task)
                 reached = next((point for point in points if point.value <= target), None)
                 end = points[-1]
-                rows.append(
-                    {
-                        **{"what": name, "part": "virtual", "heterogeneity": condition},
-                        **{"pipelines": num_pipelines, "repeat": repeat, "target": target},
-                        "seconds": reached and reached.seconds,
-                        "updates": reached and reached.updates,
-                        "steps": reached and reached.steps,
-                        "per_update_s": end.seconds / end.updates,
-                        "steps_per_s": end.steps / end.seconds,
-                        "loss": end.value,
-                        "seed": number,
-                        "curve": [list(point) for point in points],
-                    }
-                )
+                row: Row = {"what": name, "part": "virtual", "heterogeneity": condition, "pipelines": num_pipelines}
+                row |= {column: reached and getattr(reached, column) for column in ("seconds", "updates", "steps")}
+                row |= {"per_update_s": end.seconds / end.updates, "steps_per_s": end.steps / end.seconds}
+                row |= {"repeat": repeat, "target": target, "loss": end.value, "seed": number}
+                rows.append(row | {"curve": [list(point) for point in points]})
     return rows
 
 

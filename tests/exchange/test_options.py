@@ -14,8 +14,8 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"payload": EightBit}, r"payload=EightBit is a class; give an object of it: payload=EightBit\(\)\."),
-        ({"payload": "eight_bit"}, r"payload='eight_bit' is no payload; give one of .*, such as EightBit\(\)\."),
+        ({"payload": EightBit}, r"payload=<class '.*EightBit'> is not allowed; give .* such as EightBit\(\)"),
+        ({"payload": "eight_bit"}, r"payload='eight_bit' is not allowed; give an object of .*, such as EightBit\(\)"),
         ({"overlap": "steps"}, "overlap='steps' is not allowed; give one of 'none', 'step', 'free'"),
         ({"hierarchy": "host"}, "hierarchy='host' is not allowed; give one of 'flat', 'hosts'"),
         ({"interval": -1.0, "overlap": "free"}, r"interval=-1\.0 is not allowed; give seconds from 0"),

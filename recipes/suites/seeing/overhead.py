@@ -67,8 +67,7 @@ def measure_throughput(
     """
     quiet()
     training = Training(method=Named("sdpipe", methods["sdpipe"]), scale=scale or 1.0, seed=seed, **case)
-    if scale is None:
-        training = replace(training, scale=calibrated_scale(training, Grid()))
+    training = replace(training, scale=calibrated_scale(training, Grid())) if scale is None else training
     rows: list[Row] = []
     for repeat in range(repeats):
         for what in rotated(["meter on", "meter off"], repeat):
