@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lightning as L
+import pytest
 import torch
 from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from recipes.harness import processes
 from recipes.harness.processes import be_rank
 from tests.workers import free_port, run_workers
@@ -106,6 +110,47 @@ class Regression(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+Outcome = tuple[dict[str, Tensor], dict[str, float], list[Any]]
+"""Weights that a rank holds, metrics of whole epochs, and what must be equal on all ranks."""
+
+
+def fitted(directory: Path, module: Regression | None = None, loaders: Any = None, **options: Any) -> Outcome:
+    """Train a module, on four ranks or alone."""
+    trainer, module = trainer_of_this_process(directory, **options), module or Regression()
+    trainer.fit(module, *(loaders or (train_loader(), eval_loader())))
+    compared = [name for name in trainer.callback_metrics if name in ("loss_epoch", "val_loss", "both")]
+    metrics = {name: float(trainer.callback_metrics[name]) for name in compared}
+    return weights(module), metrics, [trainer.global_step, trainer.current_epoch]
+
+
+def compare(directory: Path, runs: Mapping[str, Callable[[Path], Outcome]]) -> None:
+    """Each of the runs trains, and what it leaves on four ranks is what it leaves in one process. All of them share the
+    four processes."""
+
+    def run(path: Path) -> dict[str, Outcome]:
+        return {name: run(path / name) for name, run in runs.items()}
+
+    ranks, alone = on_four_ranks(run, directory / "four"), run(directory / "one")
+    for name, (expected, metrics, equal) in alone.items():
+        assert_same([rank[name][0] for rank in ranks], expected)
+        assert not torch.equal(expected["net.0.weight"], Regression().net[0].weight), name
+        assert ranks[0][name][1] == pytest.approx(metrics, rel=1e-5), name
+        assert all(rank[name][2] == equal for rank in ranks), name
+
+
+def refuse(
+    directory: Path,
+    module: L.LightningModule,
+    error: str,
+    strategy: SDPipeStrategy | None = None,
+    loaders: Any = None,
+    **options: Any,
+) -> None:
+    """Training ends with these words."""
+    with pytest.raises((ConfigurationError, MisconfigurationException, WorkerFailedError), match=re.escape(error)):
+        pipelines(directory, strategy, **options).fit(module, *(loaders or (train_loader(), eval_loader())))
 
 
 def samples(count: int = SAMPLES) -> TensorDataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanAbsoluteError, MeanMetric, MetricCollection, R2Score
 
 from lightning_sdpipe import AllReduce, LocalSGD, SDPipeStrategy
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.p2p import labelled
 from tests.features.running import (
     BATCH,
@@ -25,6 +25,7 @@ from tests.features.running import (
     on_four_ranks,
     on_pipelines,
     pipelines,
+    refuse,
     samples,
     train_loader,
     trainer_of_this_process,
@@ -234,14 +235,9 @@ def _profiled(directory: Path) -> set[str]:
 _HOOKS = "times every module by hooks before and after it, and blocks of other stages do not run"
 
 
-def _refused(directory: Path) -> None:
-    with pytest.raises(ConfigurationError, match=_HOOKS):
-        pipelines(directory, max_epochs=1, profiler="pytorch").fit(Regression(), train_loader())
-
-
 @refused("Logging", "`PyTorchProfiler(record_module_names=True)`, its default", _HOOKS)
 def test_profiler_of_modules(tmp_path: Path) -> None:
-    on_four_ranks(_refused, tmp_path, count=2)
+    on_four_ranks(partial(refuse, profiler="pytorch"), tmp_path, Regression(), _HOOKS, count=2)
 
 
 @supported("Logging", "`PyTorchProfiler(record_module_names=False)`, and `torch.profiler`",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,16 +27,15 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
 from tests.features.running import (
     Regression,
     assert_same,
     eval_loader,
     on_four_ranks,
     pipelines,
+    refuse,
     train_loader,
     trainer_of_this_process,
     weights,
@@ -206,9 +204,7 @@ def _refuse(directory: Path) -> None:
         (LearningRateFinder(), _NO_LOSS),
     ]
     for callback, error in cases:
-        trainer = pipelines(directory, callbacks=[callback])
-        with pytest.raises((ConfigurationError, MisconfigurationException), match=re.escape(error)):
-            trainer.fit(Regression(), train_loader())
+        refuse(directory, Regression(), error, callbacks=[callback])
 
 
 @refused("Callbacks", "`StochasticWeightAveraging`", _SECOND_COPY,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from tests.features.running import (
     Regression,
     eval_loader,
     on_four_ranks,
-    pipelines,
-    train_loader,
+    refuse,
     trainer_of_this_process,
 )
 from tests.features.table import refused, supported
@@ -144,12 +142,6 @@ class Replacing(Regression):
             self.net[3] = torch.nn.Linear(8, 1)
 
 
-def _refuse(directory: Path, module: L.LightningModule, callbacks: list[L.Callback], error: str) -> None:
-    trainer = pipelines(directory, callbacks=callbacks)
-    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
-        trainer.fit(module, train_loader(), eval_loader())
-
-
 _IN_VAIN = "so other ranks would be waited for in vain"
 
 
@@ -169,7 +161,7 @@ _IN_VAIN = "so other ranks would be waited for in vain"
     ],
 )
 def test_waiting_in_vain(tmp_path: Path, hook: str, call: str, error: str) -> None:
-    on_four_ranks(_refuse, tmp_path, Communicating(hook, call), [], error, count=2)
+    on_four_ranks(refuse, tmp_path, Communicating(hook, call), error, count=2)
 
 
 _NO_RESULTS = "failed on a stage where the results of steps do not exist"
@@ -191,4 +183,4 @@ _NO_RESULTS = "failed on a stage where the results of steps do not exist"
     ],
 )
 def test_what_a_stage_does_not_have(tmp_path: Path, module: Any, callbacks: list[L.Callback], error: str) -> None:
-    on_four_ranks(_refuse, tmp_path, module(), callbacks, error, count=2)
+    on_four_ranks(partial(refuse, callbacks=callbacks), tmp_path, module(), error, count=2)

@@ -6,6 +6,7 @@ import os
 import random
 from collections import deque
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from tests.features.running import (
     Regression,
     assert_same,
     on_four_ranks,
     on_pipelines,
+    refuse,
     samples,
     trainer_of_this_process,
     weights,
@@ -170,15 +171,10 @@ class Unpacked(Changing):
 _ELSEWHERE = "what it is now does not travel to other stages"
 
 
-def _refuse(directory: Path) -> None:
-    trainer = trainer_of_this_process(directory, num_sanity_val_steps=0)
-    with pytest.raises((ConfigurationError, WorkerFailedError), match=_ELSEWHERE):
-        trainer.fit(Unpacked(), DataLoader(samples(), 8), DataLoader(samples(16), 8))
-
-
 @refused("Callbacks", "other objects that the end of an evaluation changes, where another stage uses them", _ELSEWHERE)
 def test_what_does_not_travel_is_not_used_elsewhere(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, count=2)
+    loaders = DataLoader(samples(), 8), DataLoader(samples(16), 8)
+    on_four_ranks(partial(refuse, loaders=loaders, num_sanity_val_steps=0), tmp_path, Unpacked(), _ELSEWHERE, count=2)
 
 
 class Unseeded(Regression):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
-from lightning_sdpipe.exchange.buckets import flatten, tensors_of
 from lightning_sdpipe.sync import DiLoCo
 from tests.features.running import (
     Regression,
@@ -69,11 +68,3 @@ def test_they_train_as_in_one_process(tmp_path: Path, sync: Any) -> None:
 @pytest.mark.distributed
 def test_a_momentum_of_theirs_is_saved(tmp_path: Path) -> None:
     assert all(parts for parts in on_four_ranks(_train, tmp_path, DiLoCo(every=2)))
-
-
-def test_they_lie_in_buckets_as_real_numbers() -> None:
-    parameters = [nn.Parameter(torch.tensor([1 + 2j, 3 + 4j])), nn.Parameter(torch.tensor([[5 + 6j]]))]
-    (flat,) = tensors_of(flatten(parameters))
-    assert flat.tolist() == [1, 2, 3, 4, 5, 6]
-    flat.mul_(2)
-    assert parameters[1].tolist() == [[10 + 12j]]

@@ -31,6 +31,7 @@ from tests.features.running import (
     on_four_ranks,
     pipelines,
     quiet_trainer,
+    refuse,
     samples,
     train_loader,
     weights,
@@ -110,17 +111,6 @@ def test_all_optimizers_are_averaged_together_by_every_method(tmp_path: Path) ->
             torch.testing.assert_close(value, theirs[0][name], msg=lambda m, n=name, i=number: f"{i}, {n}: {m}")
             assert value.isfinite().all()
         assert not torch.equal(mine[0]["net.0.weight"], before["net.0.weight"])
-
-
-def _averages_as_gradients(directory: Path) -> tuple[Outcome, Outcome]:
-    ours, ddp = SDPipeStrategy(sync=LocalSGD(every=1)), "ddp"
-    first, second = (_train(directory, PROGRAMS["manual"], 2, each) for each in (ours, ddp))
-    return first, second
-
-
-def test_averaged_models_are_those_of_averaged_gradients_with_plain_sgd(tmp_path: Path) -> None:
-    for ours, ddp in on_four_ranks(_averages_as_gradients, tmp_path, count=2):
-        _same(ours, ddp, "LocalSGD(every=1)")
 
 
 class OnceMore(ByHand):
@@ -290,8 +280,7 @@ def _refused_options(directory: Path) -> None:
         ({"sync": PHDPSGD(group_size=2)}, "averages the gradients of one backward in each update"),
     ]
     for options, said in cases:
-        with pytest.raises((ConfigurationError, WorkerFailedError), match=said):
-            pipelines(directory, SDPipeStrategy(**options)).fit(ByHand(), train_loader())
+        refuse(directory, ByHand(), said, SDPipeStrategy(**options))
 
 
 def test_options_that_one_backward_needs_are_refused(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_sdpipe import AllReduce, Exchange, SDPipeStrategy
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.payloads import OneBit
 from lightning_sdpipe.worker.training import Training
+from tests.features.programs import Quasi, Sharp
 from tests.features.running import (
+    Outcome,
     Regression,
     assert_same,
-    eval_loader,
+    compare,
+    fitted,
     on_four_ranks,
     on_pipelines,
     pipelines,
+    refuse,
     train_loader,
     trainer_of_this_process,
     weights,
@@ -30,24 +34,6 @@ from tests.features.running import (
 from tests.features.table import refused, supported
 
 pytestmark = pytest.mark.distributed
-
-
-def _fit(directory: Path, module: type[Regression], options: dict[str, Any]) -> tuple[dict[str, Tensor], Regression]:
-    trainer, model = trainer_of_this_process(directory, **options), module()
-    trainer.fit(model, train_loader(), eval_loader())
-    return weights(model), model
-
-
-def _weights(directory: Path, module: type[Regression], options: dict[str, Any]) -> dict[str, Tensor]:
-    return _fit(directory, module, options)[0]
-
-
-def _compare(directory: Path, module: type[Regression] = Regression, tolerance: float = 1e-5, **options: Any) -> None:
-    """Trains on four ranks and in one process; the weights must be the same, and others than without training."""
-    ranks = on_four_ranks(_weights, directory / "four", module, options)
-    expected = _weights(directory / "one", module, options)
-    assert_same(ranks, expected, rtol=tolerance, atol=tolerance / 10)
-    assert not torch.equal(expected["net.0.weight"], module().net[0].weight.to(expected["net.0.weight"]))
 
 
 def _half_precision(directory: Path, precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]:
@@ -143,19 +129,6 @@ class Fused(Regression):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
-_BY_ITSELF = "decides by itself whether to skip a step that overflowed"
-
-
-def _refuse_fused(directory: Path) -> None:
-    half = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    _refuse(directory, SDPipeStrategy(num_stages=2), Fused(), _BY_ITSELF, plugins=[half])
-
-
-@refused("Precision", "`16-mixed` with a fused optimizer", _BY_ITSELF)
-def test_16_mixed_with_a_fused_optimizer(tmp_path: Path) -> None:
-    on_four_ranks(_refuse_fused, tmp_path, count=2)
-
-
 class Tied(Regression):
     """The first and the last stage share a parameter, which counts once in the norm."""
 
@@ -163,20 +136,6 @@ class Tied(Regression):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
         self.net[2].weight = self.net[0].weight
-
-
-@supported(
-    "Gradients",
-    "`gradient_clip_val` by norm",
-    'the norm over all stages of a pipeline; with `schedule="pipedream"`, as far as a stage knows it',
-)
-def test_clip_by_norm(tmp_path: Path) -> None:
-    _compare(tmp_path, Tied, gradient_clip_val=0.05)
-
-
-@supported("Gradients", "`gradient_clip_val` by value")
-def test_clip_by_value(tmp_path: Path) -> None:
-    _compare(tmp_path, gradient_clip_val=0.02, gradient_clip_algorithm="value")
 
 
 class ClippingElsewhere(Regression):
@@ -200,41 +159,6 @@ class UnfreezingAmidst(Regression):
             self.net[0].requires_grad_(True)
 
 
-_CLIP = "no stage was told the norms of the others"
-_TWICE = "Gradients were clipped by norm twice in one update"
-_AMIDST = "Layers were frozen or unfrozen between two mini-batches of one update"
-
-
-def _refuse(directory: Path, strategy: SDPipeStrategy, module: Regression, error: str, **options: Any) -> None:
-    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
-        pipelines(directory, strategy, **options).fit(module, train_loader())
-
-
-def _refuse_without_flush(directory: Path) -> None:
-    cases: list[tuple[Regression, str, dict[str, Any]]] = [
-        (ClippingElsewhere(), _CLIP, {}),
-        (ClippingTwice(), _TWICE, {}),
-        (UnfreezingAmidst(), _AMIDST, {"accumulate_grad_batches": 2}),
-    ]
-    for module, error, options in cases:
-        _refuse(directory, SDPipeStrategy(num_stages=2, schedule="pipedream"), module, error, **options)
-
-
-@refused("Gradients", '`clip_gradients` by norm outside of `configure_gradient_clipping`, with `schedule="pipedream"`',
-         _CLIP)  # fmt: skip
-@refused("Gradients", 'clipping by norm twice in an update, with `schedule="pipedream"`', _TWICE)
-@refused(
-    "Gradients", 'layers frozen or unfrozen in the middle of an accumulation, with `schedule="pipedream"`', _AMIDST
-)
-def test_what_does_not_go_without_a_flush(tmp_path: Path) -> None:
-    on_four_ranks(_refuse_without_flush, tmp_path, count=2)
-
-
-@supported("Gradients", "`accumulate_grad_batches`", "beside micro-batches")
-def test_accumulation(tmp_path: Path) -> None:
-    _compare(tmp_path, accumulate_grad_batches=2)
-
-
 class Overriding(Regression):
     """Uses the hooks that users override around an optimizer step."""
 
@@ -255,12 +179,6 @@ class Overriding(Regression):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
-
-
-@supported("Gradients", "`configure_gradient_clipping`, `optimizer_step`, `optimizer_zero_grad`, "
-           "`on_before_optimizer_step` overridden")  # fmt: skip
-def test_overridden_hooks(tmp_path: Path) -> None:
-    _compare(tmp_path, Overriding)
 
 
 class Scheduled(Regression):
@@ -288,13 +206,6 @@ class Plateau(Scheduled):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
-@supported("Optimizers", "learning-rate schedules by step, by epoch and `ReduceLROnPlateau`; "
-           "`estimated_stepping_batches`; several parameter groups")  # fmt: skip
-@pytest.mark.parametrize("module", [Scheduled, Epochs, Plateau])
-def test_schedules(tmp_path: Path, module: type[Regression]) -> None:
-    _compare(tmp_path, module, max_epochs=2 if module is Scheduled else 3)
-
-
 class ByStep(Plateau):
     """After each validation in mid-epoch, as Lightning's documentation shows it."""
 
@@ -304,29 +215,11 @@ class ByStep(Plateau):
         return found
 
 
-def test_a_plateau_by_step_follows_validation(tmp_path: Path) -> None:
-    _compare(tmp_path, ByStep, max_epochs=3, val_check_interval=2)
-
-
 class ByLoss(Plateau):
     def configure_optimizers(self) -> Any:
         found = super().configure_optimizers()
         found["lr_scheduler"] |= {"interval": "step", "monitor": "loss"}
         return found
-
-
-_BY_LOSS = "steps with interval='step' and monitors 'loss', which is not the same on all workers"
-
-
-def _refuse_by_loss(directory: Path, stages: int) -> None:
-    _refuse(directory, SDPipeStrategy(num_stages=stages, sync=AllReduce()), ByLoss(), _BY_LOSS)
-
-
-@refused("Optimizers", "`ReduceLROnPlateau` by step on what the training step logs", _BY_LOSS,
-         "replicas would get learning rates of their own; `interval=\"epoch\"`, or a metric of validation")  # fmt: skip
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_plateau_by_step_on_the_loss_of_a_pipeline(tmp_path: Path, stages: int) -> None:
-    on_four_ranks(_refuse_by_loss, tmp_path, stages, count=2)
 
 
 class Manual(Regression):
@@ -335,37 +228,12 @@ class Manual(Regression):
         self.automatic_optimization = False
 
 
-_MANUAL = "uses manual optimization"
-
-
-def _refuse_manual(directory: Path) -> None:
-    _refuse(directory, SDPipeStrategy(num_stages=2), Manual(), _MANUAL)
-
-
-@refused("Optimizers", "manual optimization", _MANUAL, "a schedule decides when which backward runs; with "
-         "`num_stages=1` it works")  # fmt: skip
-def test_manual_optimization(tmp_path: Path) -> None:
-    on_four_ranks(_refuse_manual, tmp_path, count=2)
-
-
 class Several(Regression):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net[:2].parameters(), 0.1), torch.optim.SGD(self.net[2:].parameters(), 0.1)]
-
-
-_SEVERAL = "configure_optimizers returned several optimizers; a pipeline steps exactly one"
-
-
-def _refuse_several(directory: Path) -> None:
-    _refuse(directory, SDPipeStrategy(num_stages=2), Several(), _SEVERAL)
-
-
-@refused("Optimizers", "several optimizers", _SEVERAL, "with `num_stages=1` they work, by manual optimization")
-def test_several_optimizers(tmp_path: Path) -> None:
-    on_four_ranks(_refuse_several, tmp_path, count=2)
 
 
 class Twice(Regression):
@@ -386,62 +254,93 @@ class Skipping(Regression):
             optimizer_closure()
 
 
-@supported("Gradients", "`optimizer_step` that steps twice on a batch, or skips some")
-@pytest.mark.parametrize("module", [Twice, Skipping])
-def test_own_steps(tmp_path: Path, module: type[Regression]) -> None:
-    _compare(tmp_path, module)
-
-
 class Unsynchronised(Regression):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         optimizer.step()
 
 
-class SharpnessAware(torch.optim.SGD):
-    """Takes the gradient for its step at other parameters."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        closure()
-        return super().step(closure)
-
-
-class TwoEvaluations(Regression):
-    def configure_optimizers(self) -> Any:
-        return SharpnessAware(self.parameters(), lr=0.1)
-
-
-class Quasi(Regression):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
+RUNS: dict[str, Callable[[Path], Outcome]] = {
+    "clipped by norm": lambda path: fitted(path, Tied(), gradient_clip_val=0.05),
+    "clipped by value": lambda path: fitted(path, gradient_clip_val=0.02, gradient_clip_algorithm="value"),
+    "accumulated": lambda path: fitted(path, accumulate_grad_batches=2),
+    "overridden": lambda path: fitted(path, Overriding()),
+    "scheduled by step": lambda path: fitted(path, Scheduled()),
+    "scheduled by epoch": lambda path: fitted(path, Epochs(), max_epochs=3),
+    "plateau": lambda path: fitted(path, Plateau(), max_epochs=3),
+    "plateau in mid-epoch": lambda path: fitted(path, ByStep(), max_epochs=3, val_check_interval=2),
+    "twice": lambda path: fitted(path, Twice()),
+    "skipping": lambda path: fitted(path, Skipping()),
+}
 
 
-def _refuse_step(directory: Path, module: Regression, error: str) -> None:
-    _refuse(directory, SDPipeStrategy(num_stages=2), module, error)
+@supported(
+    "Gradients",
+    "`gradient_clip_val` by norm",
+    'the norm over all stages of a pipeline; with `schedule="pipedream"`, as far as a stage knows it',
+)
+@supported("Gradients", "`gradient_clip_val` by value")
+@supported("Gradients", "`accumulate_grad_batches`", "beside micro-batches")
+@supported("Gradients", "`configure_gradient_clipping`, `optimizer_step`, `optimizer_zero_grad`, "
+           "`on_before_optimizer_step` overridden")  # fmt: skip
+@supported("Optimizers", "learning-rate schedules by step, by epoch and `ReduceLROnPlateau`; "
+           "`estimated_stepping_batches`; several parameter groups")  # fmt: skip
+@supported("Gradients", "`optimizer_step` that steps twice on a batch, or skips some")
+def test_steps_are_those_of_one_process(tmp_path: Path) -> None:
+    compare(tmp_path, RUNS)
 
 
+_BY_ITSELF = "decides by itself whether to skip a step that overflowed"
+_CLIP = "no stage was told the norms of the others"
+_TWICE = "Gradients were clipped by norm twice in one update"
+_AMIDST = "Layers were frozen or unfrozen between two mini-batches of one update"
+_BY_LOSS = "steps with interval='step' and monitors 'loss', which is not the same on all workers"
+_MANUAL = "uses manual optimization"
+_SEVERAL = "configure_optimizers returned several optimizers; a pipeline steps exactly one"
 _SEVERAL_TIMES = "evaluates its closure several times in a step"
+_WITHOUT = "was called without the closure that optimizer_step was given"
 
 
+@refused("Precision", "`16-mixed` with a fused optimizer", _BY_ITSELF)
+@refused("Gradients", '`clip_gradients` by norm outside of `configure_gradient_clipping`, with `schedule="pipedream"`',
+         _CLIP)  # fmt: skip
+@refused("Gradients", 'clipping by norm twice in an update, with `schedule="pipedream"`', _TWICE)
+@refused(
+    "Gradients", 'layers frozen or unfrozen in the middle of an accumulation, with `schedule="pipedream"`', _AMIDST
+)
+@refused("Optimizers", "`ReduceLROnPlateau` by step on what the training step logs", _BY_LOSS,
+         "replicas would get learning rates of their own; `interval=\"epoch\"`, or a metric of validation")  # fmt: skip
+@refused("Optimizers", "manual optimization", _MANUAL, "a schedule decides when which backward runs; with "
+         "`num_stages=1` it works")  # fmt: skip
+@refused("Optimizers", "several optimizers", _SEVERAL, "with `num_stages=1` they work, by manual optimization")
 @refused(
     "Optimizers",
     "optimizers that evaluate their closure several times (`LBFGS`, SAM)",
     _SEVERAL_TIMES,
     "with `num_stages=1` it works",
 )
-@pytest.mark.parametrize(
-    ("module", "error"), [(TwoEvaluations, _SEVERAL_TIMES), (Quasi, "LBFGS evaluates the loss several times in a step")]
-)
-def test_several_evaluations(tmp_path: Path, module: type[Regression], error: str) -> None:
-    on_four_ranks(_refuse_step, tmp_path, module(), error, count=2)
-
-
-_WITHOUT = "was called without the closure that optimizer_step was given"
-
-
 @refused("Gradients", "`optimizer_step` that does not pass its closure on", _WITHOUT)
-def test_a_step_without_its_closure(tmp_path: Path) -> None:
-    on_four_ranks(_refuse_step, tmp_path, Unsynchronised(), _WITHOUT, count=2)
+@pytest.mark.parametrize(
+    ("module", "error", "ways", "options"),
+    [
+        (Fused, _BY_ITSELF, {}, {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}),
+        (ClippingElsewhere, _CLIP, {"schedule": "pipedream"}, {}),
+        (ClippingTwice, _TWICE, {"schedule": "pipedream"}, {}),
+        (UnfreezingAmidst, _AMIDST, {"schedule": "pipedream"}, {"accumulate_grad_batches": 2}),
+        (ByLoss, _BY_LOSS, {"num_stages": 1, "sync": AllReduce()}, {}),
+        (ByLoss, _BY_LOSS, {"sync": AllReduce()}, {}),
+        (Manual, _MANUAL, {}, {}),
+        (Several, _SEVERAL, {}, {}),
+        (Sharp, _SEVERAL_TIMES, {}, {}),
+        (Quasi, "LBFGS evaluates the loss several times in a step", {}, {}),
+        (Unsynchronised, _WITHOUT, {}, {}),
+    ],
+)
+def test_what_a_pipeline_cannot_step_is_refused(
+    tmp_path: Path, module: type[Regression], error: str, ways: dict[str, Any], options: dict[str, Any]
+) -> None:
+    strategy = SDPipeStrategy(**{"num_stages": 2, **ways})
+    on_four_ranks(partial(refuse, strategy=strategy, **options), tmp_path, module(), error, count=2)
 
 
 class LateFirstStage(Regression):

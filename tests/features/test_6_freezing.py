@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
@@ -16,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.loop import finetuning
 from tests.features.running import (
     Regression,
     assert_same,
+    fitted,
     on_four_ranks,
-    on_pipelines,
     pipelines,
+    refuse,
     samples,
     train_loader,
     trainer_of_this_process,
@@ -94,11 +91,8 @@ def _loader() -> DataLoader[Any]:
     return DataLoader(samples(), 8)
 
 
-def _fit(directory: Path, module: type[Regression], strategy: SDPipeStrategy | None) -> dict[str, Tensor]:
-    options: dict[str, Any] = {"strategy": strategy} if strategy else {}
-    trainer, model = trainer_of_this_process(directory, **options), module()
-    trainer.fit(model, train_loader())
-    return weights(model)
+def _fit(directory: Path, module: type[Regression], **ways: Any) -> dict[str, Tensor]:
+    return fitted(directory, module(), **({"strategy": SDPipeStrategy(2, **ways)} if ways else {}))[0]
 
 
 def _finetune(
@@ -131,17 +125,13 @@ def _all(directory: Path) -> dict[str, dict[str, Tensor]]:
     """Many runs in the same processes."""
     all_at_once = SemiDecentralized(window=float("inf"))
     runs: dict[str, Callable[[Path], dict[str, Tensor]]] = {
-        "later": lambda path: _fit(path, Unfreezing, SDPipeStrategy(2, all_at_once)),
-        "later, zero_bubble": lambda path: _fit(
-            path, Unfreezing, SDPipeStrategy(2, AllReduce(), schedule="zero_bubble")
-        ),
-        "within": lambda path: _fit(path, UnfreezingWithin, SDPipeStrategy(2, AllReduce())),
-        "within, interleaved": lambda path: _fit(
-            path, UnfreezingWithin, SDPipeStrategy(2, all_at_once, schedule="interleaved_1f1b")
-        ),
-        "added": lambda path: _fit(path, Adding, SDPipeStrategy(2, AllReduce())),
-        "frozen": lambda path: _fit(path, Freezing, SDPipeStrategy(2, all_at_once)),
-        "frozen, all_reduce": lambda path: _fit(path, Freezing, SDPipeStrategy(2, AllReduce())),
+        "later": lambda path: _fit(path, Unfreezing, sync=all_at_once),
+        "later, zero_bubble": lambda path: _fit(path, Unfreezing, sync=AllReduce(), schedule="zero_bubble"),
+        "within": lambda path: _fit(path, UnfreezingWithin, sync=AllReduce()),
+        "within, interleaved": lambda path: _fit(path, UnfreezingWithin, sync=all_at_once, schedule="interleaved_1f1b"),
+        "added": lambda path: _fit(path, Adding, sync=AllReduce()),
+        "frozen": lambda path: _fit(path, Freezing, sync=all_at_once),
+        "frozen, all_reduce": lambda path: _fit(path, Freezing, sync=AllReduce()),
         "pipedream": lambda path: _pipedream(path, True),
         "pipedream, two runs": lambda path: _pipedream(path, False),
         "finetuning": lambda path: _finetune(path, SDPipeStrategy(4, variance_correction=True), 2),
@@ -173,7 +163,7 @@ Runs = tuple[Path, dict[str, list[dict[str, Tensor]]]]
     ],
 )
 def test_what_trains_changes(tmp_path: Path, runs: Runs, module: type[Regression], names: list[str]) -> None:
-    expected = _fit(tmp_path, module, None)
+    expected = _fit(tmp_path, module)
     assert not torch.equal(expected["net.0.weight"], module().net[0].weight)
     for name in names:
         assert_same(runs[1][name], expected)
@@ -244,22 +234,13 @@ class InTheStep(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def _refuse(directory: Path, module: L.LightningModule, error: str, **options: Any) -> None:
-    strategy = SDPipeStrategy(2, AllReduce(), **options)
-    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
-        pipelines(directory, strategy).fit(module, train_loader())
-    if schedule := options.get("schedule"):
-        assert strategy.training.parts.pipeline.flushes == (schedule != "pipedream")
-    assert on_pipelines()
-
-
 _SOME_RANKS = "was set on some ranks only"
 
 
 def _disagree(directory: Path) -> None:
-    _refuse(directory, FromTheBeginning(), _SOME_RANKS)
-    _refuse(directory, Evaluating(), "Module 'net.1' is in training mode on some ranks only")
-    _refuse(directory, OnItsStageOnly(), _SOME_RANKS)
+    refuse(directory, FromTheBeginning(), _SOME_RANKS)
+    refuse(directory, Evaluating(), "Module 'net.1' is in training mode on some ranks only")
+    refuse(directory, OnItsStageOnly(), _SOME_RANKS)
 
 
 @refused("Optimizers", "`requires_grad` set on some ranks only, or `train()` and `eval()` in `configure_model`",
@@ -268,15 +249,18 @@ def test_stages_that_disagree(tmp_path: Path) -> None:
     on_four_ranks(_disagree, tmp_path, count=2)
 
 
-@pytest.mark.parametrize(("stage", "schedule"), [(0, "pipedream"), (1, "1f1b")])
-def test_one_stage_that_changes_alone(tmp_path: Path, stage: int, schedule: str) -> None:
-    error = f"{_SOME_RANKS}: it has changed on stage {stage}"
-    on_four_ranks(partial(_refuse, schedule=schedule), tmp_path, OnOneStage(stage), error, count=2)
-
-
 _IN_THE_STEP = "requires_grad was changed within training_step"
 
 
 @refused("Optimizers", "`requires_grad` changed within `training_step`", _IN_THE_STEP)
-def test_a_change_within_the_step(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, InTheStep(), _IN_THE_STEP, count=2)
+@pytest.mark.parametrize(
+    ("module", "schedule", "error"),
+    [
+        (OnOneStage(0), "pipedream", f"{_SOME_RANKS}: it has changed on stage 0"),
+        (OnOneStage(1), "1f1b", f"{_SOME_RANKS}: it has changed on stage 1"),
+        (InTheStep(), "1f1b", _IN_THE_STEP),
+    ],
+)
+def test_a_change_at_a_wrong_time(tmp_path: Path, module: Regression, schedule: Any, error: str) -> None:
+    strategy = SDPipeStrategy(2, AllReduce(), schedule=schedule)
+    on_four_ranks(refuse, tmp_path, module, error, strategy, count=2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
-from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from tests.features.running import (
+    Outcome,
     Regression,
     assert_same,
+    fitted,
     on_four_ranks,
     on_pipelines,
-    one_process,
-    pipelines,
+    refuse,
     samples,
     trainer_of_this_process,
     weights,
@@ -82,7 +82,8 @@ class TimeFirst(Regression):
         return loss
 
 
-def _fit(directory: Path, module: type[Regression], **options: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _fit(directory: Path, module: type[Regression]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    options: dict[str, Any] = {}
     if on_pipelines():
         options["strategy"] = SDPipeStrategy(4, AllReduce(), num_micro_batches=4)
     trainer, model = trainer_of_this_process(directory, use_distributed_sampler=False, **options), module()
@@ -115,24 +116,22 @@ class Normalised(Regression):
         super().__init__()
         self.net.insert(1, nn.BatchNorm1d(8))
 
-    def train_dataloader(self) -> Any:
-        return DataLoader(samples(18), 8)
+    def on_train_start(self) -> None:
+        raise AssertionError("it is too late")
 
 
-def _small(directory: Path) -> dict[str, Tensor]:
-    strategy = SDPipeStrategy(2, num_micro_batches=4)
-    trainer = trainer_of_this_process(directory, strategy=strategy, use_distributed_sampler=False)
-    module = Regression()
-    trainer.fit(module, DataLoader(samples(18), 8))
-    return dict(module.state_dict())
+def _eighteen() -> list[DataLoader[Any]]:
+    return [DataLoader(samples(18), 8)]
+
+
+def _small(directory: Path) -> Outcome:
+    options: Any = {"strategy": SDPipeStrategy(2, num_micro_batches=4)} if on_pipelines() else {}
+    return fitted(directory, None, _eighteen(), use_distributed_sampler=False, **options)
 
 
 def test_a_last_batch_of_fewer_samples_than_micro_batches(tmp_path: Path) -> None:
     ranks = on_four_ranks(_small, tmp_path, count=2)
-    trainer = one_process(tmp_path)
-    module = Regression()
-    trainer.fit(module, DataLoader(samples(18), 8))
-    assert_same(ranks, dict(module.state_dict()))
+    assert_same([rank[0] for rank in ranks], _small(tmp_path)[0])
 
 
 def test_a_layer_that_cannot_normalise_the_last_micro_batches_is_named_before_training(tmp_path: Path) -> None:
@@ -142,10 +141,8 @@ def test_a_layer_that_cannot_normalise_the_last_micro_batches_is_named_before_tr
 
 def _refuse_four(directory: Path, error: str) -> None:
     for stages in (2, 1):
-        trainer = pipelines(directory, SDPipeStrategy(stages, num_micro_batches=4), use_distributed_sampler=False)
-        with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
-            trainer.fit(Normalised())
-        assert trainer.global_step == 0
+        strategy = SDPipeStrategy(stages, num_micro_batches=4)
+        refuse(directory, Normalised(), error, strategy, _eighteen(), use_distributed_sampler=False)
 
 
 class Undivided(TimeFirst):
@@ -159,20 +156,15 @@ class AtRandom(TimeFirst):
         return zip(x.split(sizes, 1), y.split(sizes), counts.split(sizes), strict=True)
 
 
-def _refuse(directory: Path, module: Regression, error: str) -> None:
-    trainer = pipelines(directory, SDPipeStrategy(2), use_distributed_sampler=False)
-    with pytest.raises((ConfigurationError, WorkerFailedError), match=re.escape(error)):
-        trainer.fit(module)
-
-
 _DISAGREE = "its parts do not tell how many samples it has"
 
 
 @refused("Batches", "tensors whose first dimensions differ, objects of unknown kinds", _DISAGREE,
          "the parts are named; not with `num_micro_batches=1`")  # fmt: skip
-def test_a_batch_that_cannot_be_split(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, Undivided(), _DISAGREE, count=2)
-
-
-def test_stages_that_split_differently(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, AtRandom(), "split_batch returned batches of other shapes on some stages", count=2)
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [(Undivided, _DISAGREE), (AtRandom, "split_batch returned batches of other shapes on some stages")],
+)
+def test_a_batch_that_cannot_be_split(tmp_path: Path, module: type[TimeFirst], error: str) -> None:
+    refused_here = partial(refuse, loaders=[module().train_dataloader()], use_distributed_sampler=False)
+    on_four_ranks(refused_here, tmp_path, module(), error, SDPipeStrategy(2), count=2)
