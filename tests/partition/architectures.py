@@ -299,8 +299,8 @@ def build(name: str, **more: Any) -> tuple[Any, Batch]:
     elif name == "DetrForObjectDetection":
         backbone_of: Any = hf.ResNetConfig
         backbone = backbone_of(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"])
-        made = config_of(**options, use_timm_backbone=False, backbone_config=backbone)
+        made = config_of(**options | more, use_timm_backbone=False, backbone_config=backbone)
     else:
-        made = config_of(**options, **more)
+        made = config_of(**options | more)
     torch.manual_seed(0)
     return getattr(hf, name)(made).train(), batch

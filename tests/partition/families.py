@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
+
+from tests.partition.architectures import TEXT, build, words
 
 Family = tuple[nn.Module, Callable[[nn.Module], Tensor]]
 
@@ -119,71 +121,22 @@ def _classifies(*shape: int) -> Callable[[nn.Module], Tensor]:
     return lambda model: nn.functional.cross_entropy(model(x), y)
 
 
-def _tokens() -> Tensor:
-    return torch.randint(3, 50, (3, 6), generator=torch.Generator().manual_seed(1))
+def _of_transformers(name: str, **options: Any) -> Callable[[], Family]:
+    def make() -> Family:
+        model, batch = build(name, **options)
+        inputs = batch(1)
+        if "input_ids" in inputs:
+            inputs["attention_mask"] = torch.ones(inputs["input_ids"].shape, dtype=torch.long)
+            inputs["attention_mask"][1, 4:] = 0
+        return model, lambda model: model(**inputs).loss
+
+    return make
 
 
-def _labelled(**inputs: Any) -> Callable[[nn.Module], Tensor]:
-    return lambda model: model(**inputs).loss
-
-
-def _transformer() -> dict[str, Any]:
-    return {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "attn_implementation": "eager",
-    }
-
-
-def _masked() -> dict[str, Tensor]:
-    mask = torch.ones(3, 6, dtype=torch.long)
-    mask[1, 4:] = 0
-    return {"input_ids": _tokens(), "attention_mask": mask, "labels": _tokens()}
-
-
-def bert() -> Family:
-    transformers = pytest.importorskip("transformers")
-    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **_transformer())), _labelled(
-        **_masked()
-    )
-
-
-def bert_with_pooler() -> Family:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=50, **_transformer()))
-    return model, _labelled(**_masked(), next_sentence_label=torch.tensor([0, 1, 1]))
-
-
-def gpt2() -> Family:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=50, n_embd=16, n_layer=3, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config), _labelled(**_masked())
-
-
-def llama() -> Family:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(vocab_size=50, num_key_value_heads=1, use_cache=False, **_transformer())
-    return transformers.LlamaForCausalLM(config), _labelled(**_masked())
-
-
-def hf_vit() -> Family:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(image_size=8, patch_size=4, hidden_dropout_prob=0.1, num_labels=5, **_transformer())
-    pixels = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    labels = torch.tensor([0, 3, 4])
-    return transformers.ViTForImageClassification(config), _labelled(pixel_values=pixels, labels=labels)
-
-
-def hf_resnet() -> Family:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[8, 12], depths=[2, 2], num_labels=5)
-    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    labels = torch.tensor([0, 3, 4])
-    return transformers.ResNetForImageClassification(config), _labelled(pixel_values=pixels, labels=labels)
+def _with_pooler() -> Family:
+    inputs = {**words(1), "next_sentence_label": torch.tensor([0, 1, 1, 0])}
+    model = hf.BertForPreTraining(hf.BertConfig(**TEXT | {"num_hidden_layers": 2}))
+    return model, lambda model: model(**inputs).loss
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -191,10 +144,10 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "vit": lambda: (ViT(), _classifies(3, 3, 8, 8)),
     "nested": lambda: (Nested(), _classifies(3, 4)),
     "plain": lambda: (Plain(), _classifies(3, 4)),
-    "bert": bert,
-    "bert_with_pooler": bert_with_pooler,
-    "gpt2": gpt2,
-    "llama": llama,
-    "hf_vit": hf_vit,
-    "hf_resnet": hf_resnet,
+    "bert": _of_transformers("BertForMaskedLM", num_hidden_layers=2),
+    "bert_with_pooler": _with_pooler,
+    "gpt2": _of_transformers("GPT2LMHeadModel", n_layer=3),
+    "llama": _of_transformers("LlamaForCausalLM", num_hidden_layers=2, use_cache=False),
+    "hf_vit": _of_transformers("ViTForImageClassification", num_hidden_layers=2),
+    "hf_resnet": _of_transformers("ResNetForImageClassification", depths=[2, 2], hidden_sizes=[16, 32]),
 }

@@ -23,6 +23,29 @@ def layers(count: int = 4) -> nn.ModuleList:
     return nn.ModuleList([linear() for _ in range(count)])
 
 
+class Block(nn.Module):
+    """Has a layer, and does more than to run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+
+class Blocks(nn.Module):
+    """One after the other."""
+
+    kind: type[nn.Module]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.kind() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,10 +121,8 @@ class Dense(nn.Module):
         return torch.cat(features, 1)
 
 
-class Keeps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.loss = linear(), torch.zeros(())
+class Keeps(Block):
+    loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
@@ -109,26 +130,15 @@ class Keeps(nn.Module):
         return y
 
 
-class KeepsLosses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Keeps() for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+class KeepsLosses(Blocks):
+    kind = Keeps
 
 
 def with_kept_losses(model: Any, x: Tensor) -> Tensor:
     return model(x).mean() + sum(layer.loss for layer in model.layers)
 
 
-class Appends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
+class Appends(Block):
     def forward(self, x: Tensor, values: list[Tensor], sums: dict[str, Tensor]) -> Tensor:
         y: Tensor = self.linear(x)
         values.append(y)
@@ -136,10 +146,8 @@ class Appends(nn.Module):
         return y + values[0]
 
 
-class HandsOnLists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Appends() for _ in range(4)])
+class HandsOnLists(Blocks):
+    kind = Appends
 
     def forward(self, x: Tensor) -> Tensor:
         values: list[Tensor] = []
@@ -147,21 +155,6 @@ class HandsOnLists(nn.Module):
         for layer in self.layers:
             x = layer(x, values, sums)
         return x + values[1] + sums["y"]
-
-
-class Hooked(nn.Module):
-    """Hooks of the user's see values within blocks, and change one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Inner() for _ in range(4)])
-        self.features: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.features.clear()
-        for layer in self.layers:
-            x = layer(x)
-        return x + sum(self.features)
 
 
 class Inner(nn.Module):
@@ -174,6 +167,20 @@ class Inner(nn.Module):
         return y
 
 
+class Hooked(Blocks):
+    """Hooks of the user's see values within blocks, and change one of them."""
+
+    kind = Inner
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features.clear()
+        return super().forward(x) + sum(self.features)
+
+
 def register_hooks(model: Any) -> None:
     def note(module: nn.Module, args: Any, output: Tensor) -> None:
         model.features.append(output)
@@ -184,12 +191,16 @@ def register_hooks(model: Any) -> None:
         layer.register_forward_hook(lambda module, args, kwargs, output: note(module, args, args[0]), with_kwargs=True)
 
 
-class Numbers(nn.Module):
+class WithNumber(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        y: Tensor = self.linear(x)
+        return y, y.detach().abs().max().item()
+
+
+class Numbers(Blocks):
     """Blocks return Python numbers, and user code turns tensors into them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([WithNumber() for _ in range(4)])
+    kind = WithNumber
 
     def forward(self, x: Tensor) -> Tensor:
         total = 0.0
@@ -198,16 +209,6 @@ class Numbers(nn.Module):
             total += number + x.detach().abs().max().item() + float(x.detach().numpy().min()) + sum(x[0].tolist())
             x = x[x[:, 0] > -1e6]
         return x * total
-
-
-class WithNumber(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, float]:
-        y: Tensor = self.linear(x)
-        return y, y.detach().abs().max().item()
 
 
 class Bank(nn.Module):
@@ -271,11 +272,7 @@ class Reversal(torch.autograd.Function):
 class Reverses(WithEmbedding):
     """Values of one memory that differ in their gradients, made in a block and outside."""
 
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear()
-
+    class First(Block):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             h = self.linear(x)
             return Reversal.apply(h), h, h.detach()
@@ -293,20 +290,15 @@ class Reverses(WithEmbedding):
         return y * reversed_ + outside * detached + h.detach()
 
 
-class PassesOn(nn.Module):
+class Masks(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x) * mask, mask
+
+
+class PassesOn(Blocks):
     """Blocks return what they were given, beside their own, and a later block has it from an early one."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-            return self.linear(x) * mask, mask
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([self.Block() for _ in range(4)])
+    kind = Masks
 
     def forward(self, x: Tensor) -> Tensor:
         x, first = self.layers[0](x, (x > 0).float())
@@ -360,19 +352,14 @@ def test_what_hooks_have_seen_travels(num_stages: int) -> None:
 ELSEWHERE: list[Tensor] = []
 
 
-class KeepsElsewhere(KeepsLosses):
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear()
+class AppendsElsewhere(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        ELSEWHERE.append(self.linear(x))
+        return ELSEWHERE[-1] * 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            ELSEWHERE.append(self.linear(x))
-            return ELSEWHERE[-1] * 2
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([self.Block() for _ in range(4)])
+class KeepsElsewhere(Blocks):
+    kind = AppendsElsewhere
 
     def forward(self, x: Tensor) -> Tensor:
         ELSEWHERE.clear()

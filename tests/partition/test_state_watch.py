@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import date
 from enum import Enum
@@ -23,7 +24,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.plan import plan
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
 from lightning_sdpipe.worker.assembly import refuse_counting
-from tests.partition.cutting import Stepping, assert_equal_when_cut, planned
+from tests.partition.cutting import LossOf, Stepping, assert_equal_when_cut, planned
 from tests.partition.test_side_channels import batches
 
 GLOBAL = np.random.default_rng(5)
@@ -77,12 +78,6 @@ def squared(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def last_loss(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * model.number))
-    model.number = loss.item()
-    return loss
-
-
 def counter(model: Any, x: Tensor) -> Tensor:
     loss = squared(model(x * model.number))
     model.number += 1
@@ -92,12 +87,6 @@ def counter(model: Any, x: Tensor) -> Tensor:
 def flag(model: Any, x: Tensor) -> Tensor:
     loss = squared(model(x if model.flag else -2 * x))
     model.flag = True
-    return loss
-
-
-def maybe(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x if model.maybe is None else x + model.maybe))
-    model.maybe = loss.item()
     return loss
 
 
@@ -116,100 +105,10 @@ def in_torch(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def meter(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x + model.meter()))
-    model.meter.add(loss.item())
-    return loss
-
-
-def history(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x + sum(model.history)))
-    model.history.append(loss.item())
-    return loss
-
-
-def nested(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x + model.state["a"]["b"]))
-    model.state["a"]["b"] = loss.item()
-    return loss
-
-
-def namespace(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x + model.namespace.value))
-    model.namespace.value = loss.item()
-    return loss
-
-
-def array(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x + float(model.array[0])))
-    model.array[0] = loss.item()
-    return loss
-
-
-def class_attribute(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * model.of_class))
-    Model.of_class = loss.item()
-    return loss
-
-
-def by_the_class(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * type(model).of_class))
-    type(model).of_class = loss.item()
-    return loss
-
-
-def list_of_class(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * model.in_class[-1]))
-    Model.in_class.append(loss.item())
-    return loss
-
-
-def other_class(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * Shared.number))
-    Shared.number = loss.item()
-    return loss
-
-
-def function_attribute(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * function(1.0)))
-    function.factor = loss.item()  # type: ignore[attr-defined]
-    return loss
-
-
 def global_number(model: Any, x: Tensor) -> Tensor:
     global NUMBER
     loss = squared(model(x * NUMBER))
     NUMBER = loss.item()
-    return loss
-
-
-def global_list(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * NUMBERS[-1]))
-    NUMBERS.append(loss.item())
-    return loss
-
-
-def count(model: Any, x: Tensor) -> Tensor:
-    return squared(model(x * next(model.ticks))) + next(model.ticks)
-
-
-def count_of_class(model: Any, x: Tensor) -> Tensor:
-    return squared(model(x * next(model.ticks_of_class))) + next(model.ticks_of_class)
-
-
-def cycle(model: Any, x: Tensor) -> Tensor:
-    return squared(model(x * next(model.cycle))) + next(model.cycle)
-
-
-def through_vars(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * vars(model)["number"]))
-    model.number = loss.item()
-    return loss
-
-
-def through_dict(model: Any, x: Tensor) -> Tensor:
-    loss = squared(model(x * model.number))
-    model.__dict__.update(number=loss.item())
     return loss
 
 
@@ -219,23 +118,6 @@ def amidst(model: Any, x: Tensor) -> Tensor:
         x = layer(x) + model.number
         model.number = number / 8 if number == 2 else model.number
     return squared(x)
-
-
-def late_draw(model: Any, x: Tensor) -> Tensor:
-    y = model(x + torch.randn(4, generator=model.draws))
-    return squared(y + torch.randn(4, generator=model.draws))
-
-
-def late_numpy(model: Any, x: Tensor) -> Tensor:
-    return squared(model(x + float(model.arrays.random())) + float(model.arrays.random()))
-
-
-def late_random(model: Any, x: Tensor) -> Tensor:
-    return squared(model(x + model.numbers.random()) + model.numbers.random())
-
-
-def late_global(model: Any, x: Tensor) -> Tensor:
-    return squared(model(x + float(GLOBAL.random())) + float(GLOBAL.random()))
 
 
 def counted() -> Any:
@@ -268,37 +150,66 @@ def in_every_block(model: Any, x: Tensor) -> Tensor:
     return squared(model(x))
 
 
+def kept(read: Callable[[Any], float], write: Callable[[Any, float], object]) -> LossOf:
+    """The loss of the last step, kept in some place, is used where this one begins."""
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        loss = squared(model(x * read(model)))
+        write(model, loss.item())
+        return loss
+
+    return loss_of
+
+
+def drawn(draw: Callable[[Any], Any]) -> LossOf:
+    """At the beginning and at the end."""
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        return squared(model(x + draw(model)) + draw(model))
+
+    return loss_of
+
+
+HERE = __name__
+
+
 @pytest.mark.parametrize(
     ("loss_of", "what"),
     [
-        (last_loss, "model.number"),
+        (kept(lambda model: model.number, lambda model, loss: setattr(model, "number", loss)), "model.number"),
+        (kept(lambda model: vars(model)["number"], lambda model, loss: setattr(model, "number", loss)), "model.number"),
+        (kept(lambda model: model.number, lambda model, loss: vars(model).update(number=loss)), "model.number"),
+        (kept(lambda model: model.maybe or 0.5, lambda model, loss: setattr(model, "maybe", loss)), "model.maybe"),
+        (kept(lambda model: model.meter(), lambda model, loss: model.meter.add(loss)), "model.meter"),
+        (kept(lambda model: sum(model.history), lambda model, loss: model.history.append(loss)), "model.history"),
+        (kept(lambda model: model.state["a"]["b"], lambda model, loss: model.state["a"].update(b=loss)), "model.state"),
+        (
+            kept(lambda model: model.namespace.value, lambda model, loss: setattr(model.namespace, "value", loss)),
+            "model.namespace",
+        ),
+        (kept(lambda model: float(model.array[0]), lambda model, loss: model.array.fill(loss)), "model.array"),
+        (kept(lambda model: model.of_class, lambda model, loss: setattr(Model, "of_class", loss)), "Model.of_class"),
+        (
+            kept(lambda model: type(model).of_class, lambda model, loss: setattr(Model, "of_class", loss)),
+            "Model.of_class",
+        ),
+        (kept(lambda model: model.in_class[-1], lambda model, loss: Model.in_class.append(loss)), "Model.in_class"),
+        (kept(lambda model: Shared.number, lambda model, loss: setattr(Shared, "number", loss)), f"{HERE}.Shared"),
+        (kept(lambda model: function(1.0), lambda model, loss: setattr(function, "factor", loss)), f"{HERE}.function"),
+        (kept(lambda model: NUMBERS[-1], lambda model, loss: NUMBERS.append(loss)), f"{HERE}.NUMBERS"),
+        (global_number, f"{HERE}.NUMBER"),
         (counter, "model.number"),
         (flag, "model.flag"),
-        (maybe, "model.maybe"),
         (only_is, "model.maybe"),
         (in_torch, "model.number"),
-        (meter, "model.meter"),
-        (history, "model.history"),
-        (nested, "model.state"),
-        (namespace, "model.namespace"),
-        (array, "model.array"),
-        (class_attribute, "Model.of_class"),
-        (by_the_class, "Model.of_class"),
-        (list_of_class, "Model.in_class"),
-        (other_class, "tests.partition.test_state_watch.Shared"),
-        (function_attribute, "tests.partition.test_state_watch.function"),
-        (global_number, "tests.partition.test_state_watch.NUMBER"),
-        (global_list, "tests.partition.test_state_watch.NUMBERS"),
-        (count, "model.ticks"),
-        (count_of_class, "Model.ticks_of_class"),
-        (cycle, "model.cycle"),
-        (through_vars, "model.number"),
-        (through_dict, "model.number"),
         (amidst, "model.number"),
-        (late_draw, "model.draws"),
-        (late_numpy, "model.arrays"),
-        (late_random, "model.numbers"),
-        (late_global, "tests.partition.test_state_watch.GLOBAL"),
+        (drawn(lambda model: next(model.ticks)), "model.ticks"),
+        (drawn(lambda model: next(model.ticks_of_class)), "Model.ticks_of_class"),
+        (drawn(lambda model: next(model.cycle)), "model.cycle"),
+        (drawn(lambda model: torch.randn(4, generator=model.draws)), "model.draws"),
+        (drawn(lambda model: float(model.arrays.random())), "model.arrays"),
+        (drawn(lambda model: model.numbers.random()), "model.numbers"),
+        (drawn(lambda model: float(GLOBAL.random())), f"{HERE}.GLOBAL"),
         (counted(), "the variable number of counted"),
         (shared_meter(), "the variable meter of shared_meter"),
     ],
@@ -429,11 +340,15 @@ def test_what_no_stage_misses_is_as_in_one_process(loss_of: Any, num_stages: int
     assert_equal_when_cut(Stepping(Model(), loss_of), batches(3), num_stages)
 
 
-class Logging(L.LightningModule):
+class Changing(L.LightningModule):
+    """Changes something that all stages use, early or late in its step."""
+
     def __init__(self, late: bool) -> None:
         super().__init__()
         self.model, self.late = Model(), late
 
+
+class Logging(Changing):
     def training_step(self, batch: Tensor) -> Tensor:
         if not self.late:
             self.log("mean", batch.mean())
@@ -444,11 +359,7 @@ class Logging(L.LightningModule):
         return loss
 
 
-class Decaying(L.LightningModule):
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.model, self.late = Model(), late
-
+class Decaying(Changing):
     def training_step(self, batch: Tensor) -> Tensor:
         (group,) = self.trainer.optimizers[0].param_groups
         if not self.late:
@@ -464,12 +375,8 @@ class Keeper(L.Callback):
         self.factors = [1.0]
 
 
-class Asking(L.LightningModule):
+class Asking(Changing):
     """Keeps state in a callback of the user's."""
-
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.model, self.late = Model(), late
 
     def training_step(self, batch: Tensor) -> Tensor:
         (keeper,) = (callback for callback in self.trainer.callbacks if isinstance(callback, Keeper))
@@ -487,12 +394,8 @@ class Difficulty(L.LightningDataModule):
         self.level = 1.0
 
 
-class Feeding(L.LightningModule):
+class Feeding(Changing):
     """Keeps state in the user's data module."""
-
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.model, self.late = Model(), late
 
     def training_step(self, batch: Tensor) -> Tensor:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -513,7 +416,7 @@ class Feeding(L.LightningModule):
         (Asking, "the callback Keeper"),
     ],
 )
-def test_what_the_trainer_keeps(make: Any, what: str) -> None:
+def test_what_the_trainer_keeps(make: type[Changing], what: str) -> None:
     for late in (False, True):
         module = make(late)
         module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Keeper()])
