@@ -16,7 +16,7 @@ from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import credentials
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
-from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
+from lightning_sdpipe.scheduler.server.server import Endpoint, Files
 
 
 def keygen(arguments: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ def scheduler(arguments: Sequence[str]) -> None:
         Endpoint(
             options.bind, None if key_file is None else credentials.read_scheduler_keys(key_file), options.lifeline_port
         ),
-        Limits(options.worker_timeout),
+        options.worker_timeout,
         Files(options.log, options.log_limit << 20, options.newest),
         ElasticConfig.of_fixed(num_pipelines, depths=depths)
         if depths

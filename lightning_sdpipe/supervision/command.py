@@ -17,7 +17,7 @@ from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings
-from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits
+from lightning_sdpipe.scheduler.server.server import Endpoint, Files
 from lightning_sdpipe.supervision.output import Terminal
 from lightning_sdpipe.supervision.rules import NO_MEMBERS, Seen, Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         policy,
         policy_file,
         Endpoint(options.bind, read_scheduler_keys(scheduler_file)),
-        Limits(options.worker_timeout),
+        options.worker_timeout,
         Files(logs / "scheduler.jsonl", newest=logs / "newest.checkpoint"),
         ElasticConfig(
             options.min_pipelines, options.pipelines, options.gather, options.hold_limit, resume=options.resume

@@ -35,7 +35,7 @@ from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings, reserve_port
-from lightning_sdpipe.scheduler.server.server import USUAL_LIMITS, Endpoint, Files, Limits
+from lightning_sdpipe.scheduler.server.server import WORKER_TIMEOUT, Endpoint, Files
 from lightning_sdpipe.sync import background_averaging, barriers, peers
 from lightning_sdpipe.worker.elastic import state_transfer
 from lightning_sdpipe.worker.options import Schedule
@@ -139,7 +139,7 @@ class World:
         self,
         directory: Path,
         work: Work,
-        limits: Limits = USUAL_LIMITS,
+        worker_timeout: float = WORKER_TIMEOUT,
         resumes: bool = False,
         hosts: Sequence[str] = (),
     ) -> None:
@@ -156,7 +156,7 @@ class World:
             work.num_pipelines,
             policy_file=self.logs / "policy.json",
             endpoint=Endpoint(bind, read_scheduler_keys(key_file), lifeline_port),
-            limits=limits,
+            worker_timeout=worker_timeout,
             files=Files(newest=self.logs / "newest"),
             elastic=ElasticConfig(start_pipelines=work.num_pipelines, resume=resumes),
         )

@@ -15,7 +15,7 @@ from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
-from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Limits, Server
+from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Server
 from tests.patience import limit
 
 
@@ -24,10 +24,10 @@ def serving(spec: PolicyConfig, num_stages: int, num_pipelines: int, **options: 
     """A server in a thread of this process; ``options`` are fields of its endpoint, limits and files, or its own."""
     parts = [
         kind(**{field.name: options.pop(field.name) for field in fields(kind) if field.name in options})
-        for kind in (Endpoint, Limits, Files)
+        for kind in (Endpoint, Files)
     ]
     stop, tell = os.pipe()
-    with Server(spec, num_stages, num_pipelines, parts[0], limits=parts[1], files=parts[2], **options) as server:
+    with Server(spec, num_stages, num_pipelines, parts[0], files=parts[1], **options) as server:
         thread = threading.Thread(target=server.run, args=([stop],))
         thread.start()
         try:

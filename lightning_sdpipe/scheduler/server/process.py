@@ -31,7 +31,7 @@ from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file, run_file
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, host_and_port, make_keys
-from lightning_sdpipe.scheduler.server.server import LOOPBACK, NO_FILES, USUAL_LIMITS, Endpoint, Files, Limits, Server
+from lightning_sdpipe.scheduler.server.server import LOOPBACK, NO_FILES, WORKER_TIMEOUT, Endpoint, Files, Server
 from lightning_sdpipe.scheduler.server.stop_signals import stop_signals
 
 START_TIMEOUT = 30.0
@@ -51,7 +51,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     policy: dict[str, Any] | None = None
     policy_file: Path | None = None
     endpoint: Endpoint = LOOPBACK
-    limits: Limits = USUAL_LIMITS
+    worker_timeout: float = WORKER_TIMEOUT
     files: Files = NO_FILES
     elastic: ElasticConfig | None = None
     path: tuple[str, ...] = ()
@@ -61,6 +61,10 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Keys for commands that find the scheduler by its :mod:`~lightning_sdpipe.scheduler.run_file`."""
     script: str = ""
     """Name of the script that trains, if the scheduler is a child of its run."""
+
+    def __post_init__(self) -> None:
+        if not self.worker_timeout > 0:
+            raise ConfigurationError(f"worker_timeout={self.worker_timeout!r} is not allowed; give seconds above 0")
 
     def server(self) -> Server:
         """Return a server with these settings, not open yet.
@@ -75,7 +79,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             self.num_stages,
             self.num_pipelines,
             self.endpoint,
-            limits=self.limits,
+            worker_timeout=self.worker_timeout,
             files=self.files,
             elastic=self.elastic,
         )

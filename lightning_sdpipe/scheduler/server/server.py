@@ -30,6 +30,7 @@ from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 LONGEST_WAIT = 60.0
+WORKER_TIMEOUT = 30.0
 MOST_AT_ONCE = 32
 """Messages that are dealt with before they are answered, and the server looks again at what is due."""
 MOST_UNREAD = 256
@@ -68,25 +69,6 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Seconds that a server waits for workers.
-
-    Args:
-        worker_timeout: seconds of silence after which a worker is lost. A scheduler that starts in the middle of a run
-            waits at least that long for all workers, one of which may be stopped just then.
-
-    Raises:
-        ConfigurationError: it is not above 0.
-    """
-
-    worker_timeout: float = 30.0
-
-    def __post_init__(self) -> None:
-        if not self.worker_timeout > 0:
-            raise ConfigurationError(f"worker_timeout={self.worker_timeout!r} is not allowed; give seconds above 0")
-
-
-@dataclass(frozen=True)
 class Files:
     """Files that a server writes: a log of at most ``log_limit`` bytes, and one that names the newest checkpoint; None
     writes none."""
@@ -96,13 +78,15 @@ class Files:
     newest: Path | None = None
 
 
-LOOPBACK, USUAL_LIMITS, NO_FILES = Endpoint(), Limits(), Files()
+LOOPBACK, NO_FILES = Endpoint(), Files()
 
 
 class Server:
     """The server of one run. ``open`` binds, ``run`` serves until told to stop, ``close`` frees the port.
 
-    With ``elastic`` terms pipelines may come and go. Every process holds a connection to ``lifeline_port``.
+    With ``elastic`` terms pipelines may come and go. Every process holds a connection to ``lifeline_port``. A worker is
+    lost after ``worker_timeout`` seconds of silence, and a server that starts in the middle of a run waits for all
+    workers at least as long, since one may be stopped just then.
     """
 
     def __init__(
@@ -112,14 +96,14 @@ class Server:
         num_pipelines: int,
         endpoint: Endpoint = LOOPBACK,
         *,
-        limits: Limits = USUAL_LIMITS,
+        worker_timeout: float = WORKER_TIMEOUT,
         files: Files = NO_FILES,
         elastic: ElasticConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = ""
         now, terms = clock(), elastic or ElasticConfig.of_fixed(num_pipelines)
-        terms = msgspec.structs.replace(terms, recovery_grace=max(terms.recovery_grace, limits.worker_timeout))
+        terms = msgspec.structs.replace(terms, recovery_grace=max(terms.recovery_grace, worker_timeout))
         self._log = EventLog(files.log, files.log_limit)
         self._beginning = Beginning(
             registry.to_plain(policy),
@@ -133,7 +117,7 @@ class Server:
             policy,
             num_stages,
             num_pipelines,
-            worker_timeout=limits.worker_timeout,
+            worker_timeout=worker_timeout,
             elastic=terms,
             now=now,
             log=self._log,

@@ -65,19 +65,15 @@ def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float)
         ConfigurationError: other processes cannot run code that is typed into this one, the Trainers of a script start
             their processes in several ways, or other machines cannot be found.
     """
-    refusal = None
-    if hasattr(sys, "ps1") and start_method != "fork":
-        refusal = (
-            f"In a notebook or an interactive session, there is no script that other processes could run "
+    interactive = hasattr(sys, "ps1") and start_method != "fork"
+    if interactive or (_JOINED in os.environ and start_method != "popen"):
+        raise ConfigurationError(
+            "In a notebook or an interactive session, there is no script that other processes could run "
             f"(start_method={start_method!r}). {_FORK_INSTEAD}"
+            if interactive
+            else "This process runs the script again for a later Trainer, whose start_method is 'popen', and has come "
+            f"to one with start_method={start_method!r}. Give all Trainers of a script the same start_method."
         )
-    elif _JOINED in os.environ and start_method != "popen":
-        refusal = (
-            "This process runs the script again for a later Trainer, whose start_method is 'popen', and has come to "
-            f"one with start_method={start_method!r}. Give all Trainers of a script the same start_method."
-        )
-    if refusal is not None:
-        raise ConfigurationError(refusal)
     refuse_strangers(strategy.cluster_environment, strategy.num_nodes)
     job.begin()
     if start_method != "popen":

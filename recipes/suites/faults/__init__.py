@@ -22,7 +22,6 @@ from typing import Any
 import hydra
 
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.scheduler.server.server import Limits
 from recipes.harness import small_disks
 from recipes.harness.namespaces import NotAllowed
 from recipes.suites.elastic import Fault, Record, Work, World
@@ -145,7 +144,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
     with (
         tempfile.TemporaryDirectory() as directory,
         small_disks.disk(Path(directory, phase.removeprefix("full_"))) if full else nullcontext(),
-        World(Path(directory), work, Limits(SILENCE)) as it,
+        World(Path(directory), work, SILENCE) as it,
     ):
         rank = {"first_stage": work.num_stages - 1}.get(role, 0)
         victims = {"two_at_once": [0, VICTIM], "all_but_one": [1, VICTIM]}.get(

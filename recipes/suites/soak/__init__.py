@@ -33,7 +33,6 @@ from lightning_sdpipe import Exchange
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.exchange.options import Overlap
 from lightning_sdpipe.exchange.payloads import NAMES
-from lightning_sdpipe.scheduler.server.server import Limits
 from lightning_sdpipe.sync import capabilities
 from lightning_sdpipe.sync.methods import check as check_combination
 from lightning_sdpipe.sync.methods import method_for
@@ -220,7 +219,7 @@ def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float,
         for kind, where in disks.items():
             if kind not in here.left_out:
                 stack.enter_context(disk(where))
-        world = stack.enter_context(World(directory, work, Limits(SILENCE), resumes, here.hosts))
+        world = stack.enter_context(World(directory, work, SILENCE, resumes, here.hosts))
         done = Events(world, draws, events, calm, frozenset(here.left_out), disks)
         try:
             done.until_the_end()

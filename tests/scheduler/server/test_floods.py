@@ -179,16 +179,15 @@ def test_keys_that_are_waited_for_are_counted() -> None:
 
 def test_of_keys_that_are_waited_for_those_that_are_there_do_not_count() -> None:
     """A storm at 256 pipelines: each tells where it is and waits for all, and some are gone before they have told."""
-    store, names = KeyValueStore(), range(256)
+    store = KeyValueStore()
     for epoch in range(20):
-        keys = tuple(f"epoch-{epoch}/{name}" for name in names)
-        for name in names[3:]:
-            store.put(keys[name], b"")
-            assert store.wait((b"%d" % name, epoch), keys, 0.0) is None
-    room = keys[:3]
-    assert [len(store.put(key, b"")) for key in room] == [0, 0, 253]
-    store.remove(room[0])
-    assert store.wait((b"late", 0), (room[0], room[1]), 0.0) is None
-    store.remove(room[1])
-    assert store.put(room[0], b"") == []
-    assert store.put(room[1], b"") == [((b"late", 0), (b"", b""))]
+        keys = [f"epoch-{epoch}/{name}" for name in range(256)]
+        for key in keys[3:]:
+            store.put(key, b"")
+            assert store.wait((key.encode(), epoch), tuple(keys), 0.0) is None
+    assert [len(store.put(key, b"")) for key in keys[:3]] == [0, 0, 253]
+    store.remove(keys[0])
+    assert store.wait((b"late", 0), (keys[0], keys[1]), 0.0) is None
+    store.remove(keys[1])
+    assert store.put(keys[0], b"") == []
+    assert store.put(keys[1], b"") == [((b"late", 0), (b"", b""))]
