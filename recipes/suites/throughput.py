@@ -93,9 +93,7 @@ def plan(
         ConfigurationError: a method or a condition that is not among the specifications, or one that an outside
             reference cannot be given, or a setting of another workload.
     """
-    settings = {
-        name: value for name, value in part.items() if name not in ("methods", "heterogeneity", "repeats", "once")
-    }
+    settings = {name: part[name] for name in part.keys() - {"methods", "heterogeneity", "repeats", "once"}}
     workload = settings.pop("workload")
     settings["batches"] = settings.pop("iterations") * settings["num_pipelines"]
     if workload == EMULATED.name:

@@ -220,9 +220,8 @@ def _timed(cases: Mapping[str, Average], repeats: int, calls: int = 1) -> list[R
                 cases[case](number)
             took = time.perf_counter() - start
             dist.barrier()
-            rows.append(
-                {"what": case, "repeat": repeat, "ms": 1e3 * took / calls, "host_sends_bytes": _sent() - before}
-            )
+            sent = _sent() - before
+            rows.append({"what": case, "repeat": repeat, "ms": 1e3 * took / calls, "host_sends_bytes": sent})
     return [row for row in rows if row["repeat"]]
 
 

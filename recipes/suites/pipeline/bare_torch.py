@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import lightning as L
 import torch
@@ -20,7 +21,7 @@ from lightning_sdpipe.partition.chain import find_chains
 from lightning_sdpipe.partition.plan import cut
 from recipes.baselines.references import language_step
 from recipes.harness.processes import run_processes
-from recipes.suites.grid import Ratios, Row, ratios, rotated, versus
+from recipes.suites.grid import Ratios, Row, compared, ratios, versus
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
@@ -29,7 +30,6 @@ LEARNING_RATE = 1e-3
 
 Batch = dict[str, Tensor]
 TrainStep = Callable[[Batch], Tensor]
-Timing = tuple[float, float]  # seconds of wall clock, and of processor time of this process
 
 
 class MaskedLM(L.LightningModule):
@@ -81,27 +81,23 @@ def measure(
         seed: of the weights and the tokens.
     """
 
-    def compare(rank: int) -> list[dict[str, Timing]]:
+    def compare(rank: int) -> list[Row]:
         batch = random_batch(samples * num_micro_batches, sequence, seed)
         runtimes = {
             "ours": _ours(MaskedLM(hidden_size, sequence, seed), batch, num_micro_batches),
             "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), hidden_size, batch, num_micro_batches),
         }
         _warm_up(runtimes, batch)
-        return [
-            {name: _timed(runtimes[name], batch, steps) for name in rotated(list(runtimes), repeat)}
-            for repeat in range(repeats)
-        ]
+        return compared({name: partial(_timed, step, batch, steps) for name, step in runtimes.items()}, repeats)
 
     rows: list[Row] = []
     goals = {}
     for num_stages in stages:
-        for repeat, of_ranks in enumerate(zip(*run_processes(num_stages, compare), strict=True)):
-            for name in of_ranks[0]:
-                wall, used = of_ranks[0][name][0], sum(timing[name][1] for timing in of_ranks)
-                done = samples * num_micro_batches * steps
-                row = {"what": name, "stages": num_stages, "repeat": repeat, "processor_s": used}
-                rows.append(row | {"samples_per_s": done / wall, "samples_per_processor_s": done / used})
+        done = samples * num_micro_batches * steps
+        for of_ranks in zip(*run_processes(num_stages, compare), strict=True):
+            row, used = of_ranks[0] | {"stages": num_stages}, sum(each["processor_s"] for each in of_ranks)
+            rates = {"samples_per_s": done / row["seconds"], "samples_per_processor_s": done / used}
+            rows.append(row | rates | {"processor_s": used})
         what = f"1F1B, BERT of {hidden_size} × 4 layers, {num_stages} stages: {{one}} over {{other}}"
         for key, column in (("bare_torch", "samples_per_s"), ("bare_torch_processor", "samples_per_processor_s")):
             goal = versus(f"{column}, {what}", column, "ours", "bare torch", 0.97, stages=num_stages)
@@ -144,10 +140,11 @@ def _warm_up(runtimes: dict[str, TrainStep], batch: Batch) -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
 
-def _timed(step: TrainStep, batch: Batch, steps: int) -> Timing:
+def _timed(step: TrainStep, batch: Batch, steps: int) -> Row:
+    """Return seconds by the clock, and of the processor in this process."""
     dist.barrier()
     start, used = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step(batch)
     dist.barrier()
-    return time.perf_counter() - start, time.process_time() - used
+    return {"seconds": time.perf_counter() - start, "processor_s": time.process_time() - used}
