@@ -41,7 +41,7 @@ BARS = {
     "code lines of the package": 38_240,
     "code lines of recipes, without baselines and tools": 7_385,
     "code lines of tests": 41_540,
-    "statements that raise something": 549,
+    "statements that raise something": 547,
     "types of messages, events, decisions and effects": 82,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""

@@ -134,8 +134,7 @@ def learning(
             for name in compared:
                 task = Quadratic(num_pipelines, learning_rate, number)
                 points = by_decisions(_method(known["methods"][name]), work, task)
-                reached = next((point for point in points if point.value <= target), None)
-                end = points[-1]
+                reached, end = next((point for point in points if point.value <= target), None), points[-1]
                 row: Row = {"what": name, "part": "virtual", "heterogeneity": condition, "pipelines": num_pipelines}
                 row |= {column: reached and getattr(reached, column) for column in ("seconds", "updates", "steps")}
                 row |= {"per_update_s": end.seconds / end.updates, "steps_per_s": end.steps / end.seconds}

@@ -146,10 +146,9 @@ def plan(
                     yield case(model, known, name, "ragged", method, condition, found["ragged"])
             yield case(model, known, name, "rectangle", OURS, "none", found["rectangle"])
     elif ALL_REDUCE_FLEET in networks:
-        devices = networks[ALL_REDUCE_FLEET]
         syncs: dict[str, Sync] = {BASELINE: "all_reduce", BY_SPEED: "groups"}
         for method, sync in syncs.items():  # by speed as if pipelines did not wait
-            for mesh, shape in shapes(devices, micro_batches, sync).items():
+            for mesh, shape in shapes(networks[ALL_REDUCE_FLEET], micro_batches, sync).items():
                 yield case(model, known, ALL_REDUCE_FLEET, mesh, method, "none", shape)
 
 

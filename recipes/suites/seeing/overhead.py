@@ -74,8 +74,7 @@ def measure_throughput(
             columns = {"what": what, "shape": training.shape, "repeat": repeat}
             with _metered(what == "meter on"):
                 rows += Grid().run([Case(columns, training)], _train, "samples_per_s")
-    meaning = "samples/s of SDPipe: with the meter over without"
-    goal = versus(meaning, "samples_per_s", "meter on", "meter off", 0.99)
+    goal = versus("samples/s of SDPipe: with the meter over without", "samples_per_s", "meter on", "meter off", 0.99)
     return rows, ratios(rows, {f"throughput/{training.shape}/none": goal})
 
 
