@@ -37,11 +37,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [LEAN, os.environ.get("P
 gc.disable()  # until all is imported: what imports make, stays
 
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
+# Then all else that does, and at last what takes milliseconds.
 LONG = [
     "strategy/test_accelerators.py",
     "worker/elastic/test_runs.py",
     "worker/elastic/test_all_reduce.py",
     "golden/test_golden.py",
+    *("worker/elastic/test_diloco.py", "worker/elastic/test_without_flush.py", "worker/elastic/test_checkpoints.py"),
     *("worker/launching/test_launching.py", "test_sweep.py", "recipes/test_train.py", "worker/test_failures.py"),
     *("loop/test_uneven.py", "features/test_4_optimization.py", "loop/test_dealt_training.py"),
     *("recipes/suites/test_smoke.py", "sync/test_hybrid_groups.py", "recipes/test_examples.py"),
@@ -62,7 +64,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: first.get(item.path, len(LONG)))
+    waits = {item.path for item in items if item.get_closest_marker("distributed")}
+    items.sort(key=lambda item: (first.get(item.path, len(LONG)), item.path not in waits))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
