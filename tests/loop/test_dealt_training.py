@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path
@@ -33,7 +32,7 @@ from lightning_sdpipe.sync import (
 )
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from tests.features.running import on_four_ranks, quiet_trainer
-from tests.loop.numbered import Numbered, Slow, records_of
+from tests.loop.numbered import Diary, Numbered, Slow, records_of
 from tests.patience import limit
 
 SECONDS = 0.02
@@ -62,48 +61,6 @@ class Model(L.LightningModule):
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Diary(Callback):
-    """Writes down, on every rank, what was trained and what happened when."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.events: list[Any] = []
-        self.rates: list[float] = []
-        self.steps: list[int] = []
-        self.saved: list[int] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-        self.steps.append(trainer.global_step)
-
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self.events.append(["validation", trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx])
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.events.append(["epoch", trainer.global_step])
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.events.append(["checkpoint", trainer.global_step])
-        self.saved.append(len(module.seen))  # type: ignore[arg-type]
-
-    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        record = {
-            "seen": module.seen,
-            "events": self.events,
-            "rates": self.rates,
-            "saved": self.saved,
-            "updates": trainer.strategy.training.updates,  # type: ignore[attr-defined]
-            "source": trainer.strategy._batches.description,  # type: ignore[attr-defined]
-            "rejoined": getattr(trainer.strategy.training.rendezvous, "rejoined", 0),  # type: ignore[attr-defined]
-            "steps": [*self.steps, trainer.global_step],
-            "schedule": [(each.last_epoch, each.get_last_lr()) for each in schedules],
-            "weights": {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta},
-        }
-        (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
 
 
 def fit(directory: Path, sync: Any, factors: tuple[float, ...], batches: int, **options: Any) -> list[dict[str, Any]]:
@@ -444,9 +401,6 @@ class Saves(Callback):
 )
 def test_what_cannot_be_dealt_is_refused(tmp_path: Path, loaders: Any, callbacks: list[Callback], message: str) -> None:
     strategy = SDPipeStrategy(sync=NoSync(), data="dealt", start_method="fork")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, callbacks=callbacks, **quiet
-    )
+    trainer = quiet_trainer(devices=1, strategy=strategy, default_root_dir=tmp_path, callbacks=callbacks, max_epochs=1)
     with pytest.raises(Exception, match=message):
         trainer.fit(Model(), loaders)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdpipe import AllReduce, NoSync, SDPipeStrategy
-from tests.features.running import Regression, eval_loader, on_four_ranks, pipelines, train_loader
+from tests.features.running import Regression, eval_loader, on_four_ranks, pipelines, quiet_trainer, train_loader
 
 
 class Layer(nn.Module):
@@ -67,14 +67,8 @@ def test_losses_are_the_same_wherever_the_model_is_cut(tmp_path: Path, pipelines
     losses = []
     for stages in (1, 2, 4) if pipelines == 1 else (1, 2):
         L.seed_everything(3, verbose=False)
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=stages * pipelines,
-            strategy=SDPipeStrategy(stages, sync=NoSync(), data="sharded", num_micro_batches=4, start_method="fork"),
-            max_epochs=2,
-            logger=False,
-            **{f"enable_{name}": False for name in ("checkpointing", "progress_bar", "model_summary")},
-        )
+        strategy = SDPipeStrategy(stages, sync=NoSync(), data="sharded", num_micro_batches=4, start_method="fork")
+        trainer = quiet_trainer(devices=stages * pipelines, strategy=strategy, default_root_dir=tmp_path)
         data = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)))
         trainer.fit(Noisy(tmp_path / f"{stages}.pt"), DataLoader(data, 8, shuffle=True))
         losses.append(torch.load(tmp_path / f"{stages}.pt"))

@@ -33,17 +33,18 @@ class Loop:
         self.stepped.append(self.batch_progress.current.ready)
 
 
+def trainer_of(loop: Any, batches: int, **more: Any) -> Any:
+    """One that is in an epoch of so many batches."""
+    given = {"accumulate_grad_batches": 1, "log_every_n_steps": 0, "checkpoint_callbacks": [], **more}
+    return SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), num_training_batches=batches, **given)
+
+
 @given(
     turns=st.lists(st.integers(0, 5), min_size=1, max_size=30), accumulate=st.integers(1, 3), every=st.integers(1, 4)
 )
 def test_schedulers_and_loggers_miss_nothing(turns: list[int], accumulate: int, every: int) -> None:
     end, loop = sum(turns) + 1, Loop()
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop),
-        num_training_batches=end,
-        accumulate_grad_batches=accumulate,
-        log_every_n_steps=every,
-    )
+    trainer = trainer_of(loop, end, accumulate_grad_batches=accumulate, log_every_n_steps=every)
     split = EqualSplit(trainer, lambda: True)
     split.begin()
     numbers = [0]
@@ -75,14 +76,8 @@ def test_steps_by_hand_follow_the_progress_of_all(turns: list[tuple[int, int]]) 
     progress = _Progress.from_defaults(_ReadyCompletedTracker)
     loop: Any = Loop()
     loop.manual_optimization = SimpleNamespace(optim_step_progress=progress)
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop),
-        num_training_batches=1000,
-        accumulate_grad_batches=1,
-        log_every_n_steps=0,
-    )
     progress.total.completed = progress.total.ready = 7  # of earlier epochs
-    split, number, made = EqualSplit(trainer, lambda: True, by_hand=True), 0, 0
+    split, number, made = EqualSplit(trainer_of(loop, 1000), lambda: True, by_hand=True), 0, 0
     split.begin()
     for place, (batches, steps) in enumerate(turns, 1):
         for _ in range(steps):
@@ -103,13 +98,7 @@ def test_no_pipeline_ends_the_epoch_alone_by_its_steps_by_hand() -> None:
     progress = _Progress.from_defaults(_ReadyCompletedTracker)
     loop: Any = Loop()
     loop.manual_optimization, loop.max_steps = SimpleNamespace(optim_step_progress=progress), 10
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop),
-        num_training_batches=1000,
-        accumulate_grad_batches=1,
-        log_every_n_steps=0,
-    )
-    split = EqualSplit(trainer, lambda: True, by_hand=True)
+    split = EqualSplit(trainer_of(loop, 1000), lambda: True, by_hand=True)
     split.begin()
     for number in (1, 2, 3):
         for _ in range(6):
@@ -124,14 +113,7 @@ def test_no_pipeline_ends_the_epoch_alone_by_its_steps_by_hand() -> None:
 def test_the_step_at_which_all_meet_is_found_by_their_pace() -> None:
     progress = SimpleNamespace(current=SimpleNamespace(ready=6), total=SimpleNamespace(ready=16))
     loop = SimpleNamespace(batch_progress=progress, max_steps=50, _should_check_val_epoch=lambda: False)
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop),
-        num_training_batches=100,
-        accumulate_grad_batches=1,
-        global_step=32,
-        val_check_batch=100,
-        checkpoint_callbacks=[],
-    )
+    trainer = trainer_of(loop, 100, global_step=32, val_check_batch=100)
     checks: Any = SimpleNamespace(next=None)
     assert next_sync_point(trainer, checks, by_hand=True) == 6 + 9  # two steps in each batch, and 18 are left
     trainer.global_step = progress.total.ready = progress.current.ready = 0
@@ -185,9 +167,9 @@ def test_nothing_is_passed_over(
     loop = SimpleNamespace(
         batch_progress=progress, max_steps=max_steps, _should_check_val_epoch=lambda: validation is not None
     )
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=loop),
-        num_training_batches=end,
+    trainer = trainer_of(
+        loop,
+        end,
         accumulate_grad_batches=accumulate,
         global_step=steps(start),
         val_check_batch=validation,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import chain, cycle
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -20,7 +19,7 @@ from lightning_sdpipe import AllReduce, ConfigurationError, SDPipeStrategy
 from lightning_sdpipe.heterogeneity.slowdowns import Static
 from lightning_sdpipe.loop.joint import JointBatchSource, refuse_small_last_batch
 from tests.features.running import quiet_trainer
-from tests.loop.numbered import Numbered, Slow, records_of
+from tests.loop.numbered import Diary, Numbered, Slow, records_of
 from tests.patience import limit
 
 SECONDS = 0.001
@@ -55,29 +54,6 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.5)
 
 
-class Diary(Callback):
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.rounds: list[int] = []
-        self.saved: list[int] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        self.rounds.append(len(batch[0]))
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        self.saved.append(len(module.seen))
-
-    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
-        record = {
-            "seen": module.seen,
-            "rounds": self.rounds,
-            "saved": self.saved,
-            "loss": float(trainer.callback_metrics["loss"]),
-            "weights": {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta},
-        }
-        (self.directory / f"{trainer.global_rank}.json").write_text(json.dumps(record))
-
-
 def fit(
     directory: Path,
     factors: tuple[float, ...],
@@ -86,8 +62,6 @@ def fit(
     stages: int = 1,
     dropout: float = 0.0,
     workers: int = 0,
-    callbacks: tuple[Callback, ...] = (),
-    ckpt_path: Path | None = None,
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
@@ -110,11 +84,11 @@ def fit(
         devices=len(factors),
         strategy=chosen,
         default_root_dir=directory,
-        callbacks=[*callbacks, Diary(directory)],
+        callbacks=[Diary(directory)],
         num_sanity_val_steps=0,
-        **{"enable_checkpointing": bool(callbacks), **options},
+        **options,
     )
-    trainer.fit(Model(dropout), loader, DataLoader(Numbered(8, weekday), 2), ckpt_path=ckpt_path)
+    trainer.fit(Model(dropout), loader, DataLoader(Numbered(8, weekday), 2))
     return records_of(directory, len(factors))
 
 
@@ -149,10 +123,10 @@ def test_it_computes_what_one_process_computes(tmp_path: Path, stages: int, work
     (whole,) = fit(tmp_path / "whole", (1.0,), **options)
     assert_same_weights(records, [whole])
     for record in records:
-        assert record["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+        assert record["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-5)
     for stage in range(stages):
         once_each(records[stage::stages], [0, 1])
-    counts = [max(record["rounds"]) for record in records[::stages]]
+    counts = [max(record["sizes"]) for record in records[::stages]]
     assert min(counts) > BATCH
 
 
@@ -169,21 +143,8 @@ def test_who_trains_a_micro_batch_does_not_change_what_is_drawn(
     assert_same_weights(equal, shards)
     assert_same_weights(unequal, shards)
     assert [record["seen"] for record in equal] == [record["seen"] for record in shards]
-    assert [max(record["rounds"]) for record in unequal] == [10, BATCH]  # the last two of eight are of one sample each
-    assert [min(record["rounds"][3:12]) for record in unequal] == [10, 2]
-
-
-@pytest.mark.distributed
-@pytest.mark.usefixtures("changing_speeds")
-def test_resuming_in_mid_epoch_neither_repeats_nor_skips(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
-    first = fit(tmp_path / "first", (1.0, 1.0), callbacks=(saver,), max_epochs=1)
-    path = tmp_path / "step=5.ckpt"
-    rest = fit(tmp_path / "rest", (1.0, 1.0), ckpt_path=path, max_epochs=1)
-    assert_same_weights(rest, first)
-    for record in first:
-        record["seen"] = record["seen"][: record["saved"][0]]
-    once_each([*first, *rest], [0])
+    assert [max(record["sizes"]) for record in unequal] == [10, BATCH]  # the last two of eight are of one sample each
+    assert [min(record["sizes"][3:12]) for record in unequal] == [10, 2]
 
 
 class Endless(IterableDataset[Tensor]):
@@ -210,11 +171,10 @@ class Weighs(Model):
 )
 def test_what_cannot_be_divided_is_refused(tmp_path: Path, module: Any, loader: Any, message: str) -> None:
     strategy = SDPipeStrategy(sync=AllReduce(), num_micro_batches=4, batch_by_speed=True, start_method="fork")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
     begins = LambdaCallback(on_train_batch_start=lambda *_: (tmp_path / "begun").touch())
-    given: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": strategy, "callbacks": [begins], **quiet}
+    trainer = quiet_trainer(devices=1, strategy=strategy, default_root_dir=tmp_path, callbacks=[begins], max_epochs=1)
     with pytest.raises(Exception, match=message):
-        L.Trainer(default_root_dir=tmp_path, **given).fit(module, loader)
+        trainer.fit(module, loader)
     assert not (tmp_path / "begun").exists()
 
 

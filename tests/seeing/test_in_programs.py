@@ -18,6 +18,7 @@ from matplotlib.image import imread
 
 from lightning_sdpipe.cli import main
 from tests.patience import until
+from tests.seeing.test_report import check_losses, with_losses
 from tests.seeing.test_serve import at, seen, status
 from tests.workers import free_port
 
@@ -55,6 +56,12 @@ def test_a_browser_shows_a_report(tmp_path: Path) -> None:
     assert "1.54 × as slow as its peers (injected): others waited 6.4 % of the time" in browse(url, "--dump-dom")
     browse(url, f"--screenshot={tmp_path / 'report.png'}")
     check_picture(tmp_path / "report.png")
+
+
+@in_a_browser
+def test_a_browser_shows_what_was_lost(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(with_losses())
+    check_losses(browse((tmp_path / "page.html").as_uri(), "--dump-dom"))
 
 
 @in_a_browser

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -32,40 +31,13 @@ from lightning_sdpipe.seeing import following
 from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.following import Follower
 from tests.scheduler.live_scheduler import clients, serving
+from tests.seeing.pages import Page
 from tests.seeing.recordings import chunks, recording
 
 web = pytest.importorskip("lightning_sdpipe.seeing.web")
 parser = pytest.importorskip("prometheus_client.parser")
 
 HOSTS = frozenset({"127.0.0.1", "localhost"})
-_EMPTY = {"meta", "link", "br", "img", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Fails where a tag is not closed in its order, and where something of elsewhere would be loaded."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.stack: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.stack == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag != "script" or attrs == []
-        for name, value in attrs:
-            assert not name.startswith("on"), (tag, name)
-            assert name not in ("src", "srcset", "action"), (tag, name)
-            assert name != "href" or (value or "").startswith("/"), (tag, value)
-        if tag not in _EMPTY:
-            self.stack.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
 
 
 class Samples:

@@ -27,6 +27,7 @@ from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.topology.mesh import Mesh
 from recipes.suites.emulated import FEATURES, EmulatedChain
+from tests.features.running import quiet_trainer
 
 SLOW = Worker(0, 1)
 FACTOR = 1.6
@@ -101,17 +102,8 @@ def train(directory: Path, scene: Scene) -> None:
 def trainer(directory: Path, strategy: SDPipeStrategy, devices: int) -> L.Trainer:
     """For one epoch."""
     torch.set_num_threads(1)
-    return L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-        logger=CSVLogger(directory),
-        callbacks=[RunMetrics(every=16)],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    watching = {"logger": CSVLogger(directory), "callbacks": [RunMetrics(every=16)]}
+    return quiet_trainer(devices=devices, strategy=strategy, max_epochs=1, **watching)
 
 
 def main(directory: Path, names: Sequence[str]) -> None:
