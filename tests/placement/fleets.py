@@ -47,11 +47,10 @@ def fleet(
     return Network(tuple(devices), *links, "by arithmetic", Model(f"{blocks} blocks", (block,)))
 
 
-A100, V100, H100 = Devices("a100", 2, 1.0, 76), Devices("v100", 2, 0.42, 30), Devices("h100", 1, 1.0, 76)
+A100, V100 = Devices("a100", 2, 1.0, 76), Devices("v100", 2, 0.42, 30)
 
 FLEETS = {
     "1 at 1 (48) + 4 at 1/2 (24)": fleet([Devices("large", 1, 1.0, 46), Devices("small", 4, 0.5, 22.5)], 2.0e9),
-    "H100 + 8 at 1/4 (24)": fleet([H100, Devices("small", 8, 0.25, 22.5)], 1.6e9),
     "A6000 + 2 3090 + 2 4060 Ti": fleet(
         [Devices("a6000", 1, 0.55, 46), Devices("3090", 2, 0.45, 22.5), Devices("4060ti", 2, 0.22, 15)], 1.8e9
     ),
@@ -60,6 +59,5 @@ FLEETS = {
     ),
     "5 equal (24)": fleet([Devices("equal", 5, 1.0, 22.5)], 2.0e9),
     "2 A100 + 2 3090 + 2 V100": fleet([A100, Devices("3090", 2, 0.45, 22.5), V100], 2.5e9),
-    "2 at 1 (80) + 4 at 1/2 (24)": fleet([Devices("large", 2, 1.0, 76), Devices("small", 4, 0.5, 22.5)], 2.0e9),
     "5090 + 4060 Ti": fleet([Devices("5090", 1, 1.0, 30), Devices("4060ti", 1, 0.22, 15)], 1.1e9),
 }

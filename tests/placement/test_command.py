@@ -154,8 +154,6 @@ def test_depths_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ({}, ["--stages", "2", "--moves", "-1"], "--moves"),
         ({}, ["--stages", "2", "--optimizer-state", "-1"], "--optimizer-state"),
         ({}, ["--stages", "2", "--output", "nowhere/placement.json"], "nowhere"),
-        ({"latency_seconds": [[0.001, 0.011]]}, ["--stages", "2"], "latency_seconds has 1 rows"),
-        ({"format": "sdpipe-sites/9"}, ["--stages", "2"], "format is sdpipe-network/1 or sdpipe-sites/1"),
         (
             {"sites": [{"name": n, "devices": 4, "memory_bytes": 300_000_000} for n in ("east", "west")]},
             ["--stages", "2"],

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from statistics import fmean
 
 import pytest
@@ -34,11 +33,3 @@ def test_pipelines_of_equal_speed_meet_each_other_and_lose_little() -> None:
     assert fmean(within) > 0.4
     assert not all(within)
     assert drawn == simulate_groups(SemiDecentralized(), times, lambda group: 0.01)
-
-
-def test_an_infinite_window_is_all_reduce() -> None:
-    one, other = (
-        simulate_groups(spec, [1.0, 1.5], lambda group: 0.5)
-        for spec in (SemiDecentralized(window=math.inf), AllReduceModels())
-    )
-    assert one == other

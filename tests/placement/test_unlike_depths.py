@@ -1,4 +1,5 @@
-"""Pipelines of unlike depths: the search against all splits of small fleets, and what it finds for known ones."""
+"""Pipelines of unlike depths: the search against all splits of small fleets. What it finds for known ones
+is in test_unlike_devices."""
 
 from __future__ import annotations
 
@@ -18,34 +19,6 @@ from tests.placement.fleets import FLEETS, MICRO_BATCHES, Devices, fleet
 from tests.placement.test_search import every_cut
 
 ASKED = PlacementTask(1, num_micro_batches=MICRO_BATCHES, moves=10_000)
-
-TABLE = {
-    "1 at 1 (48) + 4 at 1/2 (24)": (1.99, 2.76, [1, 2, 2]),
-    "A6000 + 2 3090 + 2 4060 Ti": (1.34, 1.73, [1, 2, 2]),
-    "5090 + 4090 + 3090": (1.71, 2.03, [1, 2]),
-    "5 equal (24)": (3.49, 4.02, [2, 3]),
-    "2 A100 + 2 3090 + 2 V100": (3.28, 3.53, [1, 1, 2, 2]),
-    "2 at 1 (80) + 4 at 1/2 (24)": (3.51, 3.76, [1, 1, 2, 2]),
-}
-"""Mini-batches a second of the best rectangle and of the best pipelines, and the depths of these."""
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_known_fleets(name: str) -> None:
-    rectangle, ragged, depths = TABLE[name]
-    found, _ = place_freely(FLEETS[name], ASKED)
-    *alike, unlike = found
-    assert max(placed.rate for placed in alike) == pytest.approx(rectangle, abs=0.006)
-    assert unlike.rate == pytest.approx(ragged, abs=0.006)
-    assert sorted(unlike.layout.depths) == depths
-    assert unlike.left_out == []
-    assert all(placed.layout.alike for placed in alike)
-    assert not unlike.layout.alike
-
-
-def test_where_one_pipeline_is_best_there_are_no_unlike_ones() -> None:
-    found, _ = place_freely(FLEETS["5090 + 4060 Ti"], ASKED)
-    assert [(placed.shape, round(placed.rate, 2)) for placed in found] == [("2 × 1", 1.06)]
 
 
 def random_fleet(seed: int, most: int) -> Network:
