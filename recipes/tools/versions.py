@@ -29,7 +29,7 @@ ROWS = (
 )
 PROCESSES = (
     "tests/checkpoints/test_distributed.py",
-    "tests/data/test_dealt_processes.py",
+    "tests/data/test_same_samples.py",
     "tests/exchange/test_pairs.py",
     "tests/features/test_4_complex.py",
     "tests/loop/test_every_checkpoint.py",

@@ -221,24 +221,12 @@ def test_checkpoints_by_steps_are_of_all_pipelines(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step=3.ckpt", "step=6.ckpt"]
 
 
-@refused("Data", "a pipeline without any batch", "This pipeline was given no batches in this epoch")
-@pytest.mark.distributed
-def test_a_pipeline_without_any_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="This pipeline was given no batches in this epoch"):
-        fit(tmp_path, stream=Stream((0, 3)))
-
-
 @pytest.mark.distributed
 def test_pipedream_drains_with_uneven_shards(tmp_path: Path) -> None:
-    strategy = SDPipeStrategy(
-        2,
-        SemiDecentralized(window=0.002, connectivity=2),
-        schedule="pipedream",
-        start_method="fork",
-        timeout=limit(30),
-    )
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    records = fit(tmp_path, stream=Stream((3, 7)), strategy=strategy, val_check_interval=3, **options)
+    records = fit(
+        tmp_path, stream=Stream((3, 7)), strategy=sdpipe(schedule="pipedream"), val_check_interval=3, **options
+    )
     assert [name for name, _ in same_for_all(records, [6, 14])] == ["validation", "validation", "epoch"] * 2
 
 
@@ -325,17 +313,6 @@ def test_users_may_communicate_between_pipelines(tmp_path: Path) -> None:
     same_for_all(fit(tmp_path, loader, module=Gathering(), strategy=strategy, max_epochs=1), [5, 5])
 
 
-@refused(
-    "Data",
-    "communication within a step when shards may differ",
-    "a pipeline that has fewer batches than they would not take part",
-)
-@pytest.mark.distributed
-def test_communication_within_a_step_is_refused_when_shards_may_differ(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="a pipeline that has fewer batches than they would not take part"):
-        fit(tmp_path, stream=Stream((3, 3)), module=Gathering())
-
-
 class Unfreezing(Regression):
     """Unfreezes the first stage where one pipeline has run out of data."""
 
@@ -361,8 +338,24 @@ class Fetching(Regression):
         raise AssertionError("refused before")
 
 
-@refused("Data", "`training_step(dataloader_iter)`", "takes a dataloader_iter")
+_NONE = "This pipeline was given no batches in this epoch"
+_FEWER = "a pipeline that has fewer batches than they would not take part"
+_FETCHES = "takes a dataloader_iter"
+
+
+@refused("Data", "a pipeline without any batch", _NONE)
+@refused("Data", "communication within a step when shards may differ", _FEWER)
+@refused("Data", "`training_step(dataloader_iter)`", _FETCHES)
 @pytest.mark.distributed
-def test_a_step_that_fetches_its_own_batches_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="takes a dataloader_iter"):
-        fit(tmp_path, DataLoader(samples(64), 4), module=Fetching())
+@pytest.mark.parametrize(
+    ("stream", "module", "error"),
+    [
+        (Stream((0, 3)), Regression, _NONE),
+        (Stream((3, 3)), Gathering, _FEWER),
+        (None, Fetching, _FETCHES),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, stream: Stream | None, module: type[Regression], error: str) -> None:
+    loader = None if stream else DataLoader(samples(64), 4)
+    with pytest.raises(Exception, match=error):
+        fit(tmp_path, loader, stream, module=module())

@@ -12,6 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.sync import AllReduce
+from tests.features.running import quiet_trainer
 
 BATCHES = 4
 
@@ -32,17 +33,9 @@ class Notes(L.Callback):
 
 
 def trainer(epochs: int, *callbacks: L.Callback) -> L.Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=SDPipeStrategy(sync=AllReduce()),
-        max_epochs=epochs,
-        limit_train_batches=BATCHES,
-        limit_val_batches=0,
-        callbacks=[*callbacks],
-        **quiet,
-    )
+    few = {"limit_train_batches": BATCHES, "limit_val_batches": 0}
+    strategy = SDPipeStrategy(sync=AllReduce())
+    return quiet_trainer(devices=1, strategy=strategy, max_epochs=epochs, callbacks=[*callbacks], **few)
 
 
 def test_it_is_counted_and_hooks_hear_of_it(tmp_path: Path) -> None:
