@@ -264,8 +264,8 @@ def _has_opened_an_accelerator() -> bool:
     if accelerator is None:
         return False
     module = torch.get_device_module(accelerator)
-    if getattr(module, "_is_in_bad_fork", bool)():  # the parent has; then CUDA says that it is not initialised
-        return True
+    if getattr(module, "_is_in_bad_fork", bool)():  # the parent has, of which is_initialized says nothing; or looked
+        return int(module.device_count()) > 0
     is_initialized = getattr(module, "is_initialized", None)
     return is_initialized is None or bool(is_initialized())
 

@@ -72,12 +72,17 @@ def test_memory_is_the_devices_or_a_part_of_the_machines() -> None:
     assert 2**28 < machine < 2**50
 
 
-@pytest.mark.parametrize(("initialised", "forked"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("initialised", "forked", "count"), [(True, False, 1), (False, True, 1), (False, False, 1), (False, True, 0)]
+)
 def test_a_child_knows_that_its_parent_has_opened_the_accelerator(
-    monkeypatch: pytest.MonkeyPatch, initialised: bool, forked: bool
+    monkeypatch: pytest.MonkeyPatch, initialised: bool, forked: bool, count: int
 ) -> None:
-    """CUDA tells the child of a process that has initialised it that it is not initialised, only badly forked."""
-    module = SimpleNamespace(is_initialized=lambda: initialised, _is_in_bad_fork=lambda: forked)
+    """CUDA tells the child of a process that has initialised it that it is not initialised, only badly forked. It says
+    so too where the parent has looked for devices in vain, as each Trainer does."""
+    module = SimpleNamespace(
+        is_initialized=lambda: initialised, _is_in_bad_fork=lambda: forked, device_count=lambda: count
+    )
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    assert planning._has_opened_an_accelerator() == (initialised or forked)
+    assert planning._has_opened_an_accelerator() == (initialised or (forked and count > 0))
