@@ -7,7 +7,7 @@ import re
 VERSION = "0.1.0"
 """Of this package."""
 
-NEWEST = {"python": (3, 12), "torch": (2, 13), "lightning": (2, 6)}
+NEWEST = {"python": (3, 13), "torch": (2, 15), "lightning": (2, 6)}
 """The first two numbers of each."""
 
 
