@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.dealing.leases import Lease, Segment
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.slowdowns import Static
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.sync import (
@@ -371,12 +370,6 @@ def test_a_stop_on_any_rank_ends_training_soon(tmp_path: Path, stages: int) -> N
     trained = [index for record in records[::stages] for _, indices, *_ in record["seen"] for index in indices]
     assert len(trained) == len({*trained})
     assert 10 <= len(trained) / (2 * BATCH) <= step == end <= 1000
-
-
-@pytest.mark.parametrize("sync", [AllReduce(), LocalSGD(2), ADPSGD(asynchronous=False), DiLoCo()])
-def test_methods_whose_pipelines_cannot_leave_are_refused(sync: Any) -> None:
-    with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync="):
-        SDPipeStrategy(sync=sync, data="dealt")
 
 
 class Endless(IterableDataset[tuple[Tensor, Tensor]]):

@@ -184,16 +184,3 @@ def test_a_small_last_batch_to_which_no_epoch_comes_is_not_refused() -> None:
         refuse_small_last_batch(SimpleNamespace(limit_train_batches=trained), loader, 4)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="A batch of 2 samples cannot be split"):
         refuse_small_last_batch(SimpleNamespace(limit_train_batches=1.0), loader, 4)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "does not go with sync=SemiDecentralized"),
-        ({"sync": AllReduce()}, "num_micro_batches is 1"),
-        ({"sync": AllReduce(), "schedule": "pipedream", "num_stages": 2}, "does not go with schedule='pipedream'"),
-    ],
-)
-def test_where_nothing_can_be_divided(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        SDPipeStrategy(batch_by_speed=True, **given)

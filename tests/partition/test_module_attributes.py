@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from tests.partition.cutting import Stepping, assert_equal_when_cut, planned
-from tests.partition.test_side_channels import batches, mean_square
+from tests.partition.test_side_channels import Blocks, batches, mean_square
 
 
 class Cell(nn.Module):
@@ -27,15 +29,8 @@ class Cell(nn.Module):
         return y
 
 
-class KeptByBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Cell(keeps=True) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+class KeptByBlocks(Blocks):
+    kind = partial(Cell, keeps=True)  # type: ignore[assignment]
 
 
 class KeptAfterEach(nn.Module):
