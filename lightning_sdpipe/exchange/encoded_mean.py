@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,14 +24,6 @@ from lightning_sdpipe.topology.groups import Replicas
 WORTH_HALVING = 2**18
 """Values of a message that is divided, so that one half is encoded while the other travels. More parts would cost more
 time than they hide."""
-
-
-@dataclass(frozen=True)
-class SentMean:
-    """The mean of ``count`` consecutive values as all members have it: the encoded message (uint8), or the values."""
-
-    count: int
-    message: Tensor
 
 
 class EncodedMean:
@@ -68,26 +59,20 @@ class EncodedMean:
         refuse_neighbours(group)
         return _Encoded(self, tensors, group)
 
-    def average(
-        self, piece: Tensor, number: int, team: Members, tag: int, sent: list[SentMean] | None = None
-    ) -> Tensor:
-        """Return the outcome for a flat ``piece``, which is not changed; every member calls this method. Without
-        ``hosts``, the messages that it was read from are added to ``sent``, in the order of the values.
+    def average(self, piece: Tensor, number: int, team: Members, tag: int) -> Tensor:
+        """Return the outcome for a flat ``piece``, which is not changed; every member calls this method.
 
         Raises:
             WorkerFailedError: a member is gone, or a transfer has timed out.
         """
         self.coding.meets(team)
         x, at = self.coding.prepared(piece, number), Offset(number, 0)
-        return self._by_hosts(x, at, team, tag) if self.hosts is not None else self._flat(x, at, team, tag, sent)
+        return self._by_hosts(x, at, team, tag) if self.hosts is not None else self._flat(x, at, team, tag)
 
-    def _flat(self, x: Tensor, at: Offset, team: Members, tag: int, sent: list[SentMean] | None = None) -> Tensor:
+    def _flat(self, x: Tensor, at: Offset, team: Members, tag: int) -> Tensor:
         coding, wide = self.coding, residual_dtype(x.dtype)
         if len(team.members) == 1:
-            outcome = coding.exact(x, x.to(wide) * team.weights[0])  # of a single host, which need not be 1
-            if sent is not None:
-                sent.append(SentMean(len(x), outcome))
-            return outcome
+            return coding.exact(x, x.to(wide) * team.weights[0])  # of a single host, which need not be 1
         outcome = x.new_empty(len(x), dtype=wide)
         unit = 2 * len(team.members) * coding.block  # so that parts are equally long
         half = -(-len(x) // unit) * unit // 2 if len(x) >= WORTH_HALVING else len(x)
@@ -101,8 +86,6 @@ class EncodedMean:
             for owner in chunk.refused:
                 part = chunk.part(owner)
                 chunk.outcome[chunk.spans[owner]] = coding.exact(part, self._in_full(part, owner, team, tag))
-            if sent is not None:
-                sent += chunk.sent()
         return outcome
 
     def _offer(self, chunk: _Chunk, team: Members, tag: int) -> None:
@@ -126,7 +109,6 @@ class EncodedMean:
             chunk.outcome[chunk.spans[me]] = combined[1]
         answer = refusal(coding.nbytes(len(part), part.dtype), part.device) if combined is None else combined[0]
         chunk.refused = [me] if is_refusal(answer) else []
-        chunk.answer = me, answer
         chunk.arriving = {owner: self._message(chunk.part(owner)) for owner in others}
         chunk.under_way = transfers.begin(dict.fromkeys(others, answer), chunk.arriving, self._replicas, tag)
 
@@ -218,8 +200,6 @@ class _Chunk:
         """Messages, by the owner of the part in them."""
         self.arriving: dict[int, Tensor] = {}
         self.under_way: Transfers
-        self.answer: tuple[int, Tensor]
-        """This worker, and its message with the mean of its own part."""
         self.refused: list[int] = []
         """Owners whose part has to be exchanged in full precision."""
         self._x, self._at = x, at
@@ -229,14 +209,6 @@ class _Chunk:
 
     def place(self, owner: int) -> Offset:
         return self._at.part(self.spans[owner])
-
-    def sent(self) -> list[SentMean]:
-        """Return the mean of each part as it was sent, when it is there."""
-        messages = dict([*self.arriving.items(), self.answer])
-        return [
-            SentMean(span.stop - span.start, self.outcome[span].clone() if owner in self.refused else messages[owner])
-            for owner, span in self.spans.items()
-        ]
 
 
 class _Encoded(PieceByPiece):

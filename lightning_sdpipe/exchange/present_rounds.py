@@ -1,12 +1,12 @@
-"""Averaging of gradients among the replicas that are present, by samples, in rounds that may be retried.
+"""Averaging of gradients among the replicas that are present, by samples, in rounds that may be made again.
 
 The members of a round may be known after its first gradients. Every member adds its weighted gradients to those of the
 others, bucket by bucket beside the backward, and finally flags: what each contributes. The mean is the sum over the sum
 of the weights, so all members get the same bits. A member without a batch contributes zeros, of no weight.
 
-If the exchange breaks, the round is tried again with the same gradients and other members, or its sums are received
-from a member that has them. So each keeps the sums, as they were before the optimizer used them, until it knows the
-members of the next round.
+If the exchange breaks, the round is made again with the same gradients and other members, or its sums are received from
+a member that has them. So each keeps the sums, as they were before the optimizer used them, until it knows the members
+of the next round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import MustEndError, WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.buckets import as_real
 from lightning_sdpipe.exchange.collectives import SumInPlace
@@ -72,7 +72,7 @@ class Sums:
 class PresentRounds(GradientRounds):
     """Rounds of one worker. In a round, :attr:`weight`, :attr:`mark` and :attr:`batch` are set; then come any number of
     :meth:`gradient_ready`, one :meth:`complete`, one :meth:`begin` at any time, and :meth:`outcome`; after a failure
-    :meth:`begin_again` and :meth:`begin`, or :meth:`take_over`.
+    :meth:`begin_again`, and :meth:`begin` or :meth:`take_over`.
 
     Args:
         parameters: see the base class.
@@ -149,34 +149,41 @@ class PresentRounds(GradientRounds):
         self._group = self._mover = None
         self.complete(given)
 
-    def hand_over(self, sequence: int, group: Group, replicas: Replicas) -> bool:
-        """Send the sums of the group ``sequence`` to the other members of ``group``; False if they are not kept.
+    def hand_over(self, group: Group, replicas: Replicas) -> None:
+        """Send the sums of the last round to the other members of ``group``, or tell them that none are kept.
 
         Raises:
             WorkerFailedError: one of the members is gone.
         """
         kept = self._kept
-        if kept is None or kept.group.sequence != sequence:
-            return False
         others = [worker.pipeline for worker in group.members if worker.pipeline != replicas.pipeline]
-        for piece in pieces_of([as_real(tensor) for tensor in kept.tensors]):
+        tensors = [torch.tensor([-1 if kept is None else kept.group.sequence])]
+        tensors += [] if kept is None else pieces_of([as_real(tensor) for tensor in kept.tensors])
+        for piece in tensors:
             transfers.begin(dict.fromkeys(others, piece), {}, replicas, tag_of(group)).wait()
-        return True
 
-    def take_over(self, source: int, group: Group, replicas: Replicas) -> Round:
-        """Receive the outcome of the broken ``group`` from ``source``.
+    def take_over(self, lacking: Group | None, group: Group, replicas: Replicas) -> Round | None:
+        """Receive the outcome of the round ``lacking``, which has broken off, from the source of ``group``; None if it
+        does not keep it.
 
         Raises:
-            WorkerFailedError: ``source`` is gone.
+            MustEndError: the source has that of another round.
+            WorkerFailedError: the source is gone.
         """
-        start = time.perf_counter()
-        flags = torch.empty(_SAID * len(group.members) + len(self._parameters), dtype=torch.float64)
+        assert group.source is not None
+        start, source, sequence = time.perf_counter(), group.source.pipeline, torch.tensor([-1])
+        transfers.begin({}, {source: sequence}, replicas, tag_of(group)).wait()
+        if sequence < 0:
+            return None
+        if lacking is None or int(sequence) != lacking.sequence:
+            raise MustEndError(self._own.pipeline, f"it lacks rounds before that of group {int(sequence)}")
+        flags = torch.empty(_SAID * len(lacking.members) + len(self._parameters), dtype=torch.float64)
         tensors = [*(torch.empty_like(flat) for flat in self._flats), flags]
         for piece in pieces_of([as_real(tensor) for tensor in tensors]):
             transfers.begin({}, {source: piece}, replicas, tag_of(group)).wait()
         for flat, taken in zip(self._flats, tensors, strict=False):
             flat.copy_(taken)
-        return self._means(Sums(group, [*self._flats, flags]), time.perf_counter() - start)
+        return self._means(Sums(lacking, [*self._flats, flags]), time.perf_counter() - start)
 
     @property
     def _flats(self) -> list[Tensor]:

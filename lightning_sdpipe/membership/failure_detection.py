@@ -26,6 +26,8 @@ TRIED_FOR = 3.0
 IN_A_ROW = 15.0
 """Most seconds between two epochs in vain that count as consecutive."""
 LONGEST_PAUSE = 3600.0
+REMEMBERED = 256
+"""Number of last exchanges that are known to be given up."""
 
 
 class Silence:
@@ -123,7 +125,8 @@ class Stuck:
 
     Two members that cannot reach each other would wait for each other, and the others of their group for them. An
     exchange is stuck when all of its members that are there have begun it, some have not left it, and none of these has
-    moved a byte for a limit. Until the last one has begun, the others only wait for a slow one.
+    moved a byte for a limit. Until the last one has begun, the others only wait for a slow one. One that a member has
+    given up, or will never begin, is stuck at once.
     """
 
     def __init__(self, limit: float) -> None:
@@ -133,6 +136,15 @@ class Stuck:
         self._in: dict[Worker, tuple[Exchanging, float]] = {}
         """Exchange of each worker, and since when it has not moved."""
         self._left: dict[Worker, tuple[int, int]] = {}
+        self.given_up: dict[int, None] = {}
+        """Exchanges of groups that a member has given up."""
+
+    def gives_up(self, sequence: int, now: float) -> None:
+        """Note that a member has given up that exchange of a group."""
+        self.given_up[sequence] = None
+        if len(self.given_up) > REMEMBERED:
+            del self.given_up[next(iter(self.given_up))]
+        self.due = min(self.due, now)
 
     def hear(self, worker: Worker, exchange: Exchanging | None, left: tuple[int, int], now: float) -> None:
         """Note that ``worker`` is in ``exchange``; the exchanges of groups and barriers that it left last are numbered
@@ -142,7 +154,7 @@ class Stuck:
             self._in.pop(worker, None)
         elif worker not in self._in or self._in[worker][0] != exchange:
             self._in[worker] = exchange, now
-            self.due = min(self.due, now + self._limit)
+            self.due = min(self.due, now if exchange.sequence in self.given_up else now + self._limit)
 
     def forget(self, worker: Worker) -> None:
         """Forget ``worker``, which is gone."""
@@ -166,7 +178,7 @@ class Stuck:
             others = [other for other in members.intersection(here) if other not in inside]
             begun = all(self._has_left(other, sequence) for other in others)
             since = max(self._in[worker][1] for worker in inside)
-            if begun and now - since >= self._limit:
+            if sequence in self.given_up or (begun and now - since >= self._limit):
                 stuck.append((sequence, sorted(inside)))
                 for worker in inside:
                     self._in[worker] = self._in[worker][0], now

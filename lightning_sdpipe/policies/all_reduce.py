@@ -6,10 +6,9 @@ With models it is the synchronous baseline, and the limit T = ∞ of the semi-de
 from __future__ import annotations
 
 from lightning_sdpipe.policies.decisions import Decision, Reason
-from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.rounds_of_all import RoundsOfAll
 
 
 class AllReduceModels(PolicyConfig, frozen=True):
@@ -37,17 +36,9 @@ class AllPresent(PolicyConfig, frozen=True):
         return AllPresentPolicy(num_stages, num_pipelines)
 
 
-class AllPresentPolicy(GroupPolicy):
+class AllPresentPolicy(RoundsOfAll):
     """A group goes out when all active workers of its stage wait. No stage follows another: the stages of a pipeline
     take part from the same round on, and a stage that went on alone would have a different model."""
 
-    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
-        return self._release(worker.stage, Reason.EVERYBODY_CAME)
-
-    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
-        return self._release(worker.stage, Reason.WORKER_LOST)
-
-    def _release(self, stage: int, reason: Reason) -> list[Decision]:
-        if not self.participants.all_wait(stage):
-            return []
-        return [self.participants.group(stage, list(self.participants.waiting[stage]), reason)]
+    def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
+        return [self.participants.group(stage, list(self.participants.waiting[stage]), why)]

@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Base, Count, Worker
+from lightning_sdpipe.policies.events import Count, Worker
 
 Weight: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 TOLERANCE = 1e-9
@@ -36,25 +36,8 @@ class Reason(StrEnum):
     """Some members had waited for others whose models contained too little of theirs (``staleness=``)."""
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
-    REGROUPED = "regrouped"
-    """Their previous round broke, since a member of it was lost or could not be reached."""
-
-
-class Lineage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Origin of the bases that the members of a group train from.
-
-    ``bases`` has for each member, in order, the sequence of the group that has made its base (-1: the first one), and
-    ``newest`` that of the newest base that a worker of the stage may have. If no member has that one, the group makes
-    no base, since there would be two that do not know of each other.
-    """
-
-    bases: tuple[Base, ...]
-    newest: Base
-
-    @property
-    def goes_on(self) -> bool:
-        """Returns whether a member has the newest base."""
-        return self.newest in self.bases
+    HANDED_OVER = "handed over"
+    """Some members lack the outcome of the last round, and the passive one has it."""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
@@ -65,8 +48,9 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
 
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
     before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they contribute contain
-    the step that they are ready with. ``neighbours``, where it is not empty, has for each member, in order, the members
-    that it averages with instead of all. ``lineage`` is there if members train from bases.
+    the step that they are ready with. One that has all of the weight hands the outcome of a round over to the others
+    (:attr:`source`). ``neighbours``, where it is not empty, has for each member, in order, the members that it averages
+    with instead of all.
 
     ``epoch`` is for elastic runs, and not a policy's to decide: the epoch of membership whose process group holds all
     members; 0 in any other run.
@@ -80,12 +64,19 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     neighbours: tuple[tuple[Worker, ...], ...] = ()
     standing: tuple[Worker, ...] = ()
     epoch: Count = 0
-    lineage: Lineage | None = None
 
     @property
     def stage(self) -> int:
         """Stage that all members belong to."""
         return self.members[0].stage
+
+    @property
+    def source(self) -> Worker | None:
+        """Member that hands the outcome of a round over to the others; None if members average."""
+        for worker in self.passive:
+            if self.weights[self.members.index(worker)] == 1.0:
+                return worker
+        return None
 
 
 Decision: TypeAlias = Group
@@ -139,12 +130,11 @@ def check_group(group: Group, next_sequence: int) -> None:
             and abs(math.fsum(weights) - 1.0) <= TOLERANCE
             and (not group.neighbours or len(group.neighbours) == len(members))
         )
-    sound = sound and (group.lineage is None or len(group.lineage.bases) == len(members))
     if group.passive or group.standing:
         sound = sound and set(group.standing) <= set(group.passive) < set(members)
     if not (sound and members and group.sequence >= next_sequence):
         raise BrokenRule(
             f"{group} cannot go out: members must be workers of one stage in increasing order, weights as many, with a "
-            "sum of 1, neighbours and bases none or as many, passive members some but not all of them, standing ones "
+            "sum of 1, neighbours none or as many, passive members some but not all of them, standing ones "
             f"passive, and the sequence at least {next_sequence}"
         )

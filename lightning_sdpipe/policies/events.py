@@ -13,8 +13,6 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """Integer that a message may hold: counting on from it stays within 64 bits."""
 Last: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
 """Number of the last item, or -1 before the first."""
-Base: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 63) - 1)]
-"""Sequence of the group that has made a base, -1 for the first one; lower ones order bases that were given up."""
 SEGMENT = 1 << 40
 """More averages than a segment of training has. Those beside training are numbered on from a multiple of it in each."""
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
@@ -34,12 +32,12 @@ class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False)
 class Ready(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="ready"):
     """The local step of ``iteration`` is finished, or needs no other worker, and ``worker`` waits for a group.
 
-    Where workers train from a common ``base``, it is the sequence of the group that has made it, -1 for the first one.
+    Where replicas take over the outcome of every round, its model ``contains`` those of so many rounds.
     """
 
     worker: Worker
     iteration: int
-    base: Last | None = None
+    contains: Count | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):
@@ -61,6 +59,13 @@ class Joined(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="joi
 
     worker: Worker
     answered: int | None = None
+
+
+class Contains(msgspec.Struct, frozen=True, gc=False, tag="contains"):
+    """Outcome of a round that ``worker`` has taken over: its model contains those of ``rounds``."""
+
+    worker: Worker
+    rounds: Count
 
 
 class Left(msgspec.Struct, frozen=True, gc=False, tag="left"):
@@ -95,20 +100,6 @@ class Answered(msgspec.Struct, frozen=True, gc=False, tag="answered"):
     iteration: int
 
 
-class Regrouped(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="regrouped"):
-    """Retry of the broken group ``sequence`` by ``members``, which had these ``weights`` in it, and these ``bases``, if
-    any.
-
-    They wait for that, but not for an answer to a ready. The one decision that follows is a group of exactly these
-    members.
-    """
-
-    sequence: int
-    members: tuple[Worker, ...]
-    weights: tuple[float, ...]
-    bases: tuple[Base, ...] = ()
-
-
 class Widened(msgspec.Struct, frozen=True, gc=False, tag="widened"):
     """Growth of an elastic run: pipelines below ``num_pipelines``, more than were planned, may join from now on."""
 
@@ -119,6 +110,4 @@ class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
     """Passage of time; due when the policy's deadline says so, harmless at any other time."""
 
 
-Event: TypeAlias = (
-    Ready | Progress | Joined | Left | Lost | Vanished | Restarted | Answered | Regrouped | Widened | Tick
-)
+Event: TypeAlias = Ready | Contains | Progress | Joined | Left | Lost | Vanished | Restarted | Answered | Widened | Tick

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_sdpipe.policies import events
-from lightning_sdpipe.policies.decisions import Decision, Group
+from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.participants import Participants
 
 
@@ -26,8 +26,8 @@ class GroupPolicy:
             participants.check_waits(worker, iteration)
             decisions = self.time_passed(now)
             participants.waiting[worker.stage][worker.pipeline] = iteration
-            if event.base is not None:
-                self.worker_has_base(worker, event.base)
+            if event.contains is not None:
+                decisions = decisions + self.worker_contains(worker, event.contains)
             return decisions + self.worker_ready(worker, iteration, now)
         match event:
             case events.Tick():
@@ -49,16 +49,16 @@ class GroupPolicy:
             case events.Progress(worker):
                 participants.check_takes_part(worker, "went on")
                 return self.time_passed(now) + self.worker_progressed(event, now)
+            case events.Contains(worker, rounds):
+                return self.time_passed(now) + self.worker_contains(worker, rounds)
             case events.Vanished(worker):
-                self.worker_vanished(worker)
+                return self.time_passed(now) + self.worker_vanished(worker)
             case events.Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
                 return self.scheduler_restarted(now)
             case events.Answered(worker, iteration):
                 participants.is_answered(worker, iteration)
                 return self.worker_answered(worker, now)
-            case events.Regrouped():
-                return [self.group_retries(event)]
             case events.Widened(num_pipelines):
                 if num_pipelines > participants.num_pipelines:
                     self.widened(num_pipelines)
@@ -85,8 +85,14 @@ class GroupPolicy:
         """Note that the last group of ``worker``, which is about to be lost, may have broken off: it has not been ready
         since."""
 
-    def worker_vanished(self, worker: events.Worker) -> None:
-        """Note that ``worker``, which had left, will not come back as it was."""
+    def worker_contains(self, worker: events.Worker, rounds: int) -> list[Decision]:
+        """Note that the model of ``worker``, which may be about to wait for a group, contains the outcomes of so many
+        ``rounds``."""
+        return []
+
+    def worker_vanished(self, worker: events.Worker) -> list[Decision]:
+        """Handle ``worker``, which had left, and will not come back as it was."""
+        return []
 
     def worker_joined(self, worker: events.Worker, now: float) -> list[Decision]:
         """Handle ``worker``, which takes part now."""
@@ -95,13 +101,6 @@ class GroupPolicy:
     def worker_progressed(self, progress: events.Progress, now: float) -> list[Decision]:
         """Handle a worker's report of its speed."""
         return []
-
-    def group_retries(self, event: events.Regrouped) -> Group:
-        """Return the group of the members of a broken one that try again."""
-        return self.participants.regroup(event.members, event.weights)
-
-    def worker_has_base(self, worker: events.Worker, base: int) -> None:
-        """Note the base that ``worker``, which is about to wait for a group, trains from."""
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         """Handle a restart of the scheduler; the knowledge of the one that decided before is lost."""

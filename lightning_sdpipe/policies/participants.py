@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from lightning_sdpipe.errors import shape
-from lightning_sdpipe.policies.decisions import Group, Reason
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
@@ -32,20 +31,6 @@ class Participants:
         """Allow ``num_pipelines`` pipelines from now on."""
         self.num_pipelines = max(self.num_pipelines, num_pipelines)
         self._workers = [[Worker(j, i) for i in range(self.num_pipelines)] for j in range(self.num_stages)]
-
-    def regroup(self, members: Sequence[Worker], weights: Sequence[float]) -> Group:
-        """Make a group of ``members`` that do not wait for an answer to a ready; their weights are in proportion as
-        before, and add up to 1.
-
-        Raises:
-            RefusedEvent: a member does not take part.
-        """
-        for worker in members:
-            self.check_takes_part(worker, "tried again")
-        total = math.fsum(weights)
-        sequence = self.next_sequence
-        self.next_sequence = sequence + 1
-        return Group(tuple(members), tuple(weight / total for weight in weights), sequence, Reason.REGROUPED)
 
     def check_joins(self, worker: Worker) -> None:
         """Raise :class:`RefusedEvent` when ``worker`` may not join now."""

@@ -74,6 +74,8 @@ class PerPipeline:
                 if worker.pipeline not in self._joined:
                     return []
                 return self._answered(self._policy.on(_of_pipeline(event), now))
+            case events.Contains():
+                return []  # the last of the pipeline's workers says so when it is ready
             case events.Vanished():
                 return self._answered(self._policy.on(_of_pipeline(event), now))
             case events.Widened():

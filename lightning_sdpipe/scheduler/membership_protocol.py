@@ -47,24 +47,24 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
 class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's knowledge of the run in which it already takes part.
 
-    ``holds`` are the epochs whose process group it has. ``regrouped`` pairs broken groups with the groups that retry
-    them, of which another member may not have heard; ``heard`` is the highest sequence of a group that it heard of, -1
-    if of none. ``book`` holds the batches that it was dealt, if any. If it has ``joined``, then ``answered`` is the
+    ``holds`` are the epochs whose process group it has. ``heard`` is the highest sequence of a group that it heard of,
+    -1 if of none. ``book`` holds the batches that it was dealt, if any. If it has ``joined``, then ``answered`` is the
     iteration whose group it heard of last, and ``answers`` are those that another member may still ask for. ``about``
-    describes it to people. For the other fields see :class:`~lightning_sdpipe.membership.members.Resumed`.
+    describes it to people, and ``contains`` is as in a :class:`Beat`. For the other fields see
+    :class:`~lightning_sdpipe.membership.members.Resumed`.
     """
 
     epoch: Epoch
     holds: tuple[Count, ...]
     met: tuple[Met, ...] = ()
     since: Count = 0
-    regrouped: tuple[tuple[Count, Group], ...] = ()
     heard: Last = -1
     book: Book | None = None
     joined: bool = False
     answered: Count | None = None
     answers: tuple[Answer, ...] = ()
     about: About | None = None
+    contains: Last = -1
 
 
 class Enrol(MemberRequest, frozen=True, gc=False, tag="enrol"):
@@ -81,7 +81,8 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     last. In ``epoch`` it cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: unknown).
     ``joined`` says whether it believes that it takes part in groups, ``rows`` what it did since the last beat, and
     ``dealt`` how far it is with the batches that it was dealt. ``spans`` are there when the scheduler has asked for
-    them. It ``awaits`` what the first string says if no byte has come or gone for as long as a worker may be silent;
+    them. Its model ``contains`` the outcomes of so many rounds (-1: they are not counted). It
+    ``awaits`` what the first string says if no byte has come or gone for as long as a worker may be silent;
     the others are addresses that acknowledge nothing. ``doing`` is for people."""
 
     holds: tuple[Count, ...]
@@ -98,6 +99,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     spans: Spans | None = None
     awaits: tuple[str, ...] = ()
     doing: Doing | None = None
+    contains: Last = -1
 
 
 class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):
@@ -120,19 +122,6 @@ class Meet(MemberRequest, frozen=True, gc=False, tag="meet"):
 
     key: str
     value: bytes
-
-
-class AskRegroup(MemberRequest, frozen=True, gc=False, tag="regroup"):
-    """The worker did not get the result of ``group``, which all members are to take over, or none."""
-
-    group: Group
-    holds: tuple[Count, ...]
-
-
-class TellCompleted(MemberRequest, frozen=True, gc=False, tag="completed"):
-    """The worker has the result of the group ``sequence``."""
-
-    sequence: Count
 
 
 class Publish(MemberRequest, frozen=True, gc=False, tag="publish"):
@@ -215,8 +204,8 @@ class Now(MemberReply, frozen=True, gc=False, tag="now"):
 
     While ``hold`` gives a reason (too few pipelines), no pipeline begins a turn. A turn that has begun goes on and is
     answered, since a worker within a turn cannot give its state to the pipelines that are to come. None: not decided
-    yet. Stage 0 still has to have the state copied for the transfers ``donate``. Another member did not get the result
-    of the groups ``broken``, and this worker has not said whether it has.
+    yet. Stage 0 still has to have the state copied for the transfers ``donate``. The exchanges of the groups ``stuck``
+    are broken off, and the worker has not left them.
     """
 
     version: int
@@ -224,7 +213,7 @@ class Now(MemberReply, frozen=True, gc=False, tag="now"):
     epoch: Epoch | None = None
     hold: str | None = None
     donate: tuple[str, ...] = ()
-    broken: tuple[int, ...] = ()
+    stuck: tuple[int, ...] = ()
     over: End | None = None
 
 
@@ -246,15 +235,6 @@ class HasMet(MemberReply, frozen=True, gc=False, tag="met"):
     """The answer to a :class:`Meet`."""
 
     met: Met
-
-
-class Again(MemberReply, frozen=True, gc=False, tag="again"):
-    """Try the group ``sequence`` again in ``group``. With a ``source``, do not: that pipeline has the result, and gives
-    it to the other members of ``group`` in the process group of its epoch; the source is told the same."""
-
-    sequence: int
-    group: Group
-    source: int = -1
 
 
 class Stored(MemberReply, frozen=True, gc=False, tag="stored"):
@@ -283,10 +263,8 @@ class Stranger(MemberReply, frozen=True, gc=False, tag="stranger"):
     life: int = -1
 
 
-Request: TypeAlias = (
-    Enrol | Beat | TellSnapshot | TellReceived | Meet | AskRegroup | TellCompleted | Publish | Depart | Store
-)
-Reply: TypeAlias = Noted | Now | Waits | Start | Get | HasMet | Again | Stored | Refused | Stranger
+Request: TypeAlias = Enrol | Beat | TellSnapshot | TellReceived | Meet | Publish | Depart | Store
+Reply: TypeAlias = Noted | Now | Waits | Start | Get | HasMet | Stored | Refused | Stranger
 
 
 def must_end(reason: str) -> Now:

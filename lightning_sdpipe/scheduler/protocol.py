@@ -21,7 +21,7 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import About, Doing, NewRows
 
-VERSION = 8
+VERSION = 9
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
 MAX_REPLY_BYTES = 1 << 22
@@ -95,17 +95,19 @@ class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
 
 
 class Ready(TrainingRequest, frozen=True, gc=False, tag="ready"):
-    """The worker needs no other worker to finish the local step of ``iteration``, and waits for a group. ``base`` is
-    that of :class:`~lightning_sdpipe.policies.events.Ready`."""
+    """The worker needs no other worker to finish the local step of ``iteration``, and waits for a group. What its model
+    ``contains`` is as in :class:`~lightning_sdpipe.policies.events.Ready`."""
 
     iteration: Count
-    base: Last | None = None
+    contains: Count | None = None
 
 
 class Leave(TrainingRequest, frozen=True, gc=False, tag="leave"):
-    """The worker pauses or has finished its epoch; ``rows`` are those that no heartbeat has carried."""
+    """The worker pauses or has finished its epoch; ``rows`` are those that no heartbeat has carried, and what its model
+    ``contains`` is as in a :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat`."""
 
     rows: NewRows | None = None
+    contains: Last = -1
 
 
 class AskLease(TrainingRequest, frozen=True, gc=False, tag="ask_lease"):

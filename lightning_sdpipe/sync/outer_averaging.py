@@ -77,8 +77,8 @@ class OuterAveraging(Synchronizer):
     def __init__(self, replica: Replica, nesterov: Nesterov, schedule: Fragments, keeps: bool) -> None:
         super().__init__(replica)
         self._schedule, self._is_plain = schedule, nesterov == Nesterov(1.0, 0.0)
-        beside = schedule.delay or replica.exchange.hierarchy == "hosts"
-        self._replicas, hosts = replica.beside() if beside else replica.groups.replicas(), hosts_of(replica)
+        self._is_beside = schedule.delay > 0 or replica.exchange.hierarchy == "hosts"
+        self._replicas, hosts = replica.beside() if self._is_beside else replica.groups.replicas(), hosts_of(replica)
         commons = [self.codec(replica, nesterov, schedule.mix) for _ in range(schedule.fragments)]
         self._fragments = [_Fragment(common, EncodedMean(self._replicas, common, hosts), keeps) for common in commons]
         self._background = Background("averaging what models have moved by", 2 * replica.timeout.total_seconds())

@@ -1,36 +1,45 @@
-"""Worker's half of DiLoCo in rounds whose members may have different bases: where pipelines come and go, or weigh by
-their samples.
+"""Worker's half of DiLoCo in rounds that some workers may miss: where pipelines come and go, or weigh by their samples.
 
 A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
-the thread that trains, whole, after ``delay`` updates.
+the thread that trains, whole, after ``delay`` updates. If it breaks off, that thread is ready again: another one that
+has the new base hands it over, or those that are left make the round again, of the same models
+(:mod:`~lightning_sdpipe.policies.rounds_of_all`). A worker that has missed rounds gets the newest base in the same way,
+and keeps what it has trained since its own.
 
-Where pipelines come and go, rounds are those of :class:`SurvivingBases`, and the scheduler counts the updates of all.
-Heartbeats tell it of them, each eighth of a second where a pipeline has made its share. A worker is ready for the next
-round as soon as it has adopted the last one, and trains on. When the scheduler names the members, stage 0 tells the
-other stages before a turn, and all begin with the model after it. So no pipeline waits for a slow one.
+Where pipelines come and go, the scheduler counts the updates of all. Heartbeats tell it of them, each eighth of a
+second where a pipeline has made its share. A worker is ready for the next round as soon as it has adopted the last one,
+and trains on. When the scheduler names the members, stage 0 tells the other stages before a turn, and all begin with
+the model after it. So no pipeline waits for a slow one.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange.background import Background, Job
-from lightning_sdpipe.exchange.moving import copied
+from lightning_sdpipe.exchange.encoded_mean import EncodedMean
+from lightning_sdpipe.exchange.moving import copied, pieces_of
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
-from lightning_sdpipe.sync.surviving_bases import SurvivingBases
+from lightning_sdpipe.sync.peers import gives_outcomes
 from lightning_sdpipe.sync.synchronizer import Replica
+from lightning_sdpipe.topology.groups import Replicas
+
+log = logging.getLogger(__name__)
 
 
 class OwnBaseAveraging(OuterAveraging):
@@ -58,11 +67,20 @@ class OwnBaseAveraging(OuterAveraging):
         """Members of that round, if they are known already."""
         (self._whole,) = self._fragments
         self._state = OuterState(self._whole.common)
-        self._bases = None if replica.peers is None else SurvivingBases(replica.peers, self._state)
+        self._peers = peers = replica.peers
+        if peers is not None:
+            gives_outcomes(peers.client, self._state.hand_over, peers.epochs.replicas)
+            own = peers.worker
+            self._alone = Replicas(cast(dist.ProcessGroup, None), {own.pipeline: 0}, own.stage, own.pipeline)
+        else:
+            self._aside = self._replicas if self._is_beside else replica.beside()
+            gives_outcomes(replica.client, self._state.hand_over, lambda group: self._aside)
         self._beside = Background("a round of bases beside training", 2 * replica.timeout.total_seconds())
         self._job: Job | None = None
         self._underway = False
         self._came: NewBase | None = None
+        self._number = -1
+        """That of the last ready."""
         self._sent: list[Tensor] = []
         self._before = 0
         """Number of updates since the round before the last one."""
@@ -86,22 +104,44 @@ class OwnBaseAveraging(OuterAveraging):
         """Tell the scheduler that this worker is ready, and what its base is: if a round begins after this update or,
         where the scheduler says when, unless it has done so."""
         self._update = iteration + 1
-        if self._bases is None:
+        if self._peers is None:
             self.announced = bool(self._schedule.begin(self._update))
         elif not self._stands and not self._underway:
             self._stands = True
         else:
             return
         if self.announced or self._stands:
-            self.replica.client.ready(iteration, self._state.base)
+            self._say_ready()
+
+    def _say_ready(self) -> None:
+        self._number = max(self._update - 1, self._number + 1)
+        self.replica.client.ready(self._number, self._state.rounds)
 
     @property
     def called(self) -> bool:
-        if self._stands and self._group is None:
-            self._group = self.replica.client.group_if_known()
-            if self._group is None and self._whole.since >= self._schedule.every:
-                self.replica.client.beat_soon()  # the round may be due, and heartbeats tell of updates
+        self._look()
+        if self._stands and self._group is None and self._whole.since >= self._schedule.every:
+            self.replica.client.beat_soon()  # the round may be due, and heartbeats tell of updates
         return self._group is not None
+
+    def _look(self) -> None:
+        """Note the group of the next round if it is known, or get what others have and this worker has missed."""
+        if self._stands and self._group is None:
+            self._group = self._round_of(self.replica.client.group_if_known())
+
+    def _round_of(self, group: Group | None) -> Group | None:
+        """Return ``group`` if it is of a round. Else get the base that it hands over, and be ready again."""
+        if group is None or group.source is None:
+            return group
+        self._catch_up(group)
+        self._say_ready()
+        return None
+
+    def _catch_up(self, group: Group) -> None:
+        """Get the base that is handed over in ``group``, and keep what was trained since the own one."""
+        before = copied([outer.base for outer in self._whole.common.outer], [])
+        if (new := self._handed_over(group)) is not None:
+            self._adopts(new, before)
 
     def take_part(self) -> None:
         self._takes_part = True
@@ -117,11 +157,15 @@ class OwnBaseAveraging(OuterAveraging):
         waited, members = 0.0, 1
         if self._underway and self._update >= self._until:
             waited = self._adopt()
+        if not self._takes_part:
+            self._look()
         if self.shares_next:
-            self.announced = self._stands = self._takes_part = False
             asked = time.perf_counter()
             with labelled("group"):
-                group, self._group = self._group or self.replica.client.group(), None
+                while (group := self._group or self._round_of(self.replica.client.group())) is None:
+                    pass
+            self.announced = self._stands = self._takes_part = False
+            self._group = None
             waited += time.perf_counter() - asked
             members = len(group.members)
             self._begin_round(group)
@@ -135,7 +179,9 @@ class OwnBaseAveraging(OuterAveraging):
             group, self._group = self._group, None
             if group is None and (group := self.replica.client.withdraw()) is not None:
                 self.replica.client.join()
-            if group is not None:
+            if group is not None and group.source is not None:
+                self._catch_up(group)
+            elif group is not None:
                 self._begin_round(group)
         self._adopt()
 
@@ -146,23 +192,24 @@ class OwnBaseAveraging(OuterAveraging):
         self._begins_anew = False
         self._samples = 0.0
         super().start()
-        self._state.forget()
         given, self._given = self._given, None
         if given is not None and given[1]:  # a donor that has not begun has no base besides its model
             self._state.load(*given)
             self._state.put(self._whole.tensors)
+        self.replica.client.contains(self._state.rounds)
 
     def make_parameters_equal(self) -> None:
         """Run a round of all that are present."""
         self._begins_anew = True
-        if self._bases is None:
-            self._base = self._state.base
+        if self._peers is None:
+            self._base = self._state.rounds
             super().make_parameters_equal()
-            self._state.base = self._base
-            return
-        self._state.samples = self._samples if self.by_samples else None
-        self._bases.meet(self._whole.tensors, self._whole.since)
-        self._average_frozen()
+            self._state.rounds = self._base
+        else:
+            self._state.samples = self._samples if self.by_samples else None
+            meet(self._peers.barriers, self._state, self._whole.tensors, self._whole.since)
+            self._average_frozen()
+        self.replica.client.contains(self._state.rounds)
 
     def _weights(self) -> list[float] | None:
         if not self.by_samples:
@@ -175,7 +222,7 @@ class OwnBaseAveraging(OuterAveraging):
 
     def handover(self) -> dict[str, Any]:
         """Return the base, which a newcomer needs."""
-        return {"base": self._state.base, "pieces": self._whole.common.copied_base()}
+        return {"base": self._state.rounds, "pieces": self._whole.common.copied_base()}
 
     def take(self, state: Mapping[str, Any]) -> None:
         self._given = state["base"], state["pieces"]
@@ -195,16 +242,39 @@ class OwnBaseAveraging(OuterAveraging):
             self._adopt()
 
     def _run(self, tensors: Sequence[Tensor], group: Group) -> None:
-        """Compute the outcome of a round: None if it was dropped."""
-        if group.lineage is None:
-            raise ConfigurationError(
-                "DiLoCo needs a scheduler that decides by outer_rounds, and this one names no bases in group "
-                f"{group.sequence} ({group.reason}). Start it with --policy outer_rounds, or leave --policy out."
-            )
-        if self._bases is not None:
-            self._came = self._bases.run(tensors, group)
-        elif group.lineage.goes_on:
-            self._came = self._state.make(tensors, group, self._whole.mover, self._replicas)
+        """Compute the outcome of a round: None if it breaks off, where pipelines come and go."""
+        self._came = self._reaching(group, lambda replicas, mover: self._state.make(tensors, group, mover, replicas))
+
+    def _handed_over(self, group: Group) -> NewBase | None:
+        """Return the base that is handed over in ``group``; None if it does not come."""
+        assert group.source is not None
+        source = group.source.pipeline
+        return self._reaching(group, lambda replicas, mover: self._state.take_over(source, group, replicas), aside=True)
+
+    def _reaching(
+        self, group: Group, do: Callable[[Replicas, EncodedMean], NewBase], aside: bool = False
+    ) -> NewBase | None:
+        """Return what ``do`` makes with the replicas of ``group``, and a mover among them; None if it breaks off, where
+        pipelines come and go. Elsewhere exchanges may need other process groups to go on ``aside``."""
+        peers = self._peers
+        if peers is None:
+            return do(self._aside if aside else self._replicas, self._whole.mover)
+        replicas, hosts, epochs, begun = self._alone, None, peers.epochs, False
+        try:
+            if len(group.members) > 1:
+                epochs.use(group)
+                replicas = replace(epochs.replicas(group), traffic=peers.traffic)
+                hosts, begun = epochs.hosts(group), True
+            return do(replicas, EncodedMean(replicas, self._state.codec, hosts))
+        except WorkerFailedError as error:
+            log.info("group %d has broken off: %s", group.sequence, str(error).splitlines()[0])
+            if begun:
+                epochs.give_up(group)
+            epochs.use(None)
+            epochs.wait_for_newest()
+            return None
+        finally:
+            epochs.use(None)
 
     def _adopt(self) -> float:
         """Put the outcome of the round that is under way into the model; return the seconds waited for it."""
@@ -213,11 +283,41 @@ class OwnBaseAveraging(OuterAveraging):
         waited, self._underway = 0.0, False
         if self._job is not None:
             waited, self._job = self._job.wait(), None
-        new, self._came = self._came, None
-        if new is None:  # what was brought is brought again
-            self._whole.since += self._before
-            self._samples += self._samples_sent
-            return waited
-        adopt = partial(self._state.adopt, new, self._whole.tensors, self._sent if self._late else None)
-        adopt() if self._bases is None else self._bases.accept(new, adopt)
+        sent = self._sent if self._late else None
+        while (new := self._came) is None:
+            self._say_ready()
+            with labelled("group"):
+                group = self.replica.client.group()
+            if group.source is None:
+                self._run(sent or self._whole.tensors, group)
+            else:
+                self._came = self._handed_over(group)
+        self._came = None
+        self._adopts(new, sent)
         return waited
+
+    def _adopts(self, new: NewBase, sent: Sequence[Tensor] | None) -> None:
+        self._state.adopt(new, self._whole.tensors, sent)
+        self.replica.client.contains(self._state.rounds)
+
+
+def meet(barriers: Barriers, state: OuterState, tensors: Sequence[Tensor], since: int) -> None:
+    """Run a round of all replicas, which are together, unless none has trained since the last one; ``since`` is
+    the number of updates that this worker has made."""
+    while True:
+        met = barriers.meet(json.dumps([state.rounds, since, 1 if state.samples is None else state.samples]).encode())
+        said = dict(zip(met.pipelines, map(json.loads, met.values), strict=True))
+        bases = {pipeline: rounds for pipeline, (rounds, *_) in said.items()}
+        total = sum(samples for *_, samples in said.values()) or 1  # without samples no replica has moved
+        newest = max(bases.values())
+        source = min(pipeline for pipeline, rounds in bases.items() if rounds == newest)
+        moved = [piece - outer.base for piece, outer in zip(pieces_of(tensors), state.codec.outer, strict=True)]
+        given = state.copy()[1] if min(bases.values()) < newest else []
+        whole = barriers.weighted_sum(moved, met, {p: samples / total for p, (*_, samples) in said.items()})
+        if whole and given:
+            whole = barriers.weighted_sum(given, met, {p: float(p == source) for p in bases})
+        done = barriers.meet(b"1" if whole else b"0")
+        if done.pipelines == met.pipelines and all(value == b"1" for value in done.values):
+            break
+    trained = any(updates for _, updates, _ in said.values())
+    state.adopt(NewBase(newest + trained, moved if trained else [], given), tensors)

@@ -4,6 +4,7 @@ members. When one is lost, the members that are left go on with the models that 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,9 @@ from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
 from lightning_sdpipe.topology.groups import Replicas
 
 log = logging.getLogger(__name__)
+
+_LOST_AFTER = 1.0
+"""Seconds after which an invitation to hand something over is not waited for any more; the others ask again."""
 
 MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
 """Makes a mover among replicas, of which the machine of each pipeline is known where it matters."""
@@ -40,8 +44,6 @@ class Peers:
     """Returns whether something is true on any stage of this pipeline; every stage asks at the same point."""
     traffic: Traffic
     """Counts the bytes that this worker sends in exchanges."""
-    hands_over: Callable[[int, Group], None] = lambda sequence, group: None
-    """Gives other members of a group the result of the group of that number; any thread may call it."""
     forget: Callable[[], None] = lambda: None
     """Forgets what the members of groups have in common, when models have been made equal."""
 
@@ -54,6 +56,24 @@ class Peers:
         """Make ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""
         self.forget()
         self.barriers.average(tensors)
+
+
+def gives_outcomes(
+    client: SchedulerClient, give: Callable[[Group, Replicas], None], reach: Callable[[Group], Replicas]
+) -> None:
+    """Let ``give`` send, beside the training, what this worker hands over to the other members of a group, which it can
+    ``reach``; each raises WorkerFailedError if one of them is gone."""
+
+    def hand(group: Group) -> None:
+        try:
+            give(group, reach(group))
+        except WorkerFailedError as error:  # members that did not get it are ready again
+            log.info("what group %d hands over was not taken: %s", group.sequence, str(error).splitlines()[0])
+
+    client.invitations_are_lost_after = _LOST_AFTER
+    client.on_invitation = lambda group, after: threading.Thread(
+        target=hand, args=[group], name="handing over", daemon=True
+    ).start()
 
 
 class Surviving:

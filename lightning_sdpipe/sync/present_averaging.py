@@ -1,8 +1,9 @@
 """Worker's half of all-reduce where pipelines come and go, in rounds of gradients that survive their members.
 
 Every pipeline that goes on has the same mean. A worker reports ready as its turn begins, so the members are known
-before the backward has filled a bucket. After a failure it asks the scheduler, with ``together``: if a member has the
-mean, it hands it over, bit for bit. If none has, the members that are left compute one of the same gradients.
+before the backward has filled a bucket. It says how many rounds its model contains, and after a failure says so again:
+if another one has one more, it hands the mean over, bit for bit. If none has, those that are left compute one of the
+same gradients (:mod:`~lightning_sdpipe.policies.rounds_of_all`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, MustEndError, NonFiniteError, WorkerFailedError
 from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.collectives import SumInPlace
@@ -26,8 +28,7 @@ from lightning_sdpipe.exchange.encoded_rounds import EncodedPresentRounds
 from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.sync.hand_overs import HandOvers
-from lightning_sdpipe.sync.peers import Peers
+from lightning_sdpipe.sync.peers import Peers, gives_outcomes
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ class PresentAveraging(Synchronizer):
         self._client, self._epochs = peers.client, peers.epochs
         self._beside = Background("averaging gradients", 2 * replica.timeout.total_seconds())
         self._buckets: PresentRounds | None = None
-        self.hand_overs = HandOvers(peers, lambda *asked: self.buckets.hand_over(*asked))
+        gives_outcomes(self._client, lambda *asked: self.buckets.hand_over(*asked), self._epochs.replicas)
+        self.again = self.taken = 0
+        """Number of rounds that were made again, and of those whose outcome was handed over."""
         self.batch: Batch | None = None
         """Batch that the next round is trained on, if any."""
         self.seconds = 0.0
@@ -62,7 +65,10 @@ class PresentAveraging(Synchronizer):
         """Called with each outcome, before the optimizer steps."""
         self._sums: SumInPlace | None = None
         self._group: Group | None = None
-        self._number = -1  # of the round; pipelines differ in how many rounds they took part in without a batch
+        self._rounds = 0  # whose outcome is in the model; equal on all that are up to date
+        self._number = -1  # of the last ready
+        self._lacking: Group | None = None  # the last round, as long as this worker lacks its outcome
+        self._refused: set[int] = set()  # pipelines that could not hand it over
         self._waits = False
         self._thread = 0
         self._came: Round | None = None
@@ -122,8 +128,10 @@ class PresentAveraging(Synchronizer):
         digest = 0
         for tensor in tensors_of(self.replica.parameters):
             digest = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data, digest)
-        met = self._peers.barriers.meet(b"%x" % digest)
-        others = [i for i, said in zip(met.pipelines, met.values, strict=True) if said != b"%x" % digest]
+        met = self._peers.barriers.meet(b"%x %d" % (digest, self._rounds))
+        said = {pipeline: value.split() for pipeline, value in zip(met.pipelines, met.values, strict=True)}
+        self._contain(max(int(rounds) for _, rounds in said.values()))  # some had turns without a batch of their own
+        others = [pipeline for pipeline, (theirs, _) in said.items() if theirs != b"%x" % digest]
         if others:
             raise ConfigurationError(
                 f"The parameters of stage {self.replica.stage} are not the same in pipelines {self.replica.pipeline} "
@@ -131,15 +139,33 @@ class PresentAveraging(Synchronizer):
                 "only: change parameters in all pipelines alike, or not at all."
             )
 
+    def resynchronise(self) -> None:
+        self.make_parameters_equal()
+
+    def handover(self) -> dict[str, Any]:
+        return {"rounds": self._rounds}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        self._contain(state["rounds"])
+
     # --------------------------------------------------------------- rounds
 
     def _begin_turn(self, update: int, weight: float) -> None:
         """Begin the turn of ``update``, with a batch of that ``weight``, if it is known already."""
         self.buckets.mark, self.buckets.batch, self.buckets.weight = update % _MARKS, self.batch, weight
         self.buckets.seconds = self.seconds
-        self._group, self._waits, self._thread = None, True, threading.get_ident()
+        self._thread = threading.get_ident()
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        self._group, self._waits = None, True
         self._number += 1
-        self._client.ready(self._number)
+        self._client.ready(self._number, self._rounds)
+
+    def _contain(self, rounds: int) -> None:
+        self._rounds, self._lacking = rounds, None
+        self._refused.clear()
+        self._client.contains(rounds)
 
     def _wait(self) -> Round:
         """Wait for the outcome of a round, and return it.
@@ -149,35 +175,63 @@ class PresentAveraging(Synchronizer):
             NonFiniteError: the gradients of a replica are not finite.
             WorkerFailedError: the run is over, or goes on without this process.
         """
-        start = time.perf_counter()
-        if self._group is None:
-            with labelled("group"), meter.current().waiting():
-                self._known(self._client.group())
-        assert self._group is not None
-        group, waited = self._group, time.perf_counter() - start
-        outcome: Round | None = None
+        start, waited = time.perf_counter(), 0.0
+        outcome, group, tries = None, None, 0
         while outcome is None:
-            try:
-                if not self.buckets.begun:
-                    self._begin(group)
-                outcome = self.buckets.outcome()
-            except WorkerFailedError as error:
-                log.info("the round %d has broken: %s", group.sequence, str(error).splitlines()[0])
-                if self.buckets.begun:
-                    self._epochs.give_up(group)
-                self._epochs.use(None)
-                self.buckets.begin_again()
-                outcome, group = self.hand_overs.ask(
-                    group, lambda source, broken, _, replicas: self.buckets.take_over(source, broken, replicas)
-                )
+            asked = time.perf_counter()
+            if self._group is None:
+                with labelled("group"), meter.current().waiting():
+                    self._known(self._client.group())
+            waited += time.perf_counter() - asked
+            group, tries = self._group, tries + 1
+            assert group is not None
+            outcome = self._outcome_of(group)
+        assert group is not None
+        self.taken += group.source is not None
+        self.again += group.source is None and tries > 1
         self._epochs.use(None)
-        if len(group.members) > 1:
-            self._client.completed(group.sequence)
+        self._contain(self._rounds + 1)
         self._check(outcome)
         self.on_round(outcome)
         if outcome.nonfinite:
             raise NonFiniteError(f"the gradients of pipelines {list(outcome.nonfinite)}, stage {self.replica.stage}")
         self.statistics.count(len(outcome.members), waited, time.perf_counter() - start - waited)
+        return outcome
+
+    def _outcome_of(self, group: Group) -> Round | None:
+        """Return the outcome of the round of ``group``, or what is handed over in it; None if it breaks off. Then this
+        worker is ready again."""
+        outcome: Round | None = None
+        try:
+            if group.source is None:
+                self._lacking = group
+                if not self.buckets.begun:
+                    self._begin(group)
+                outcome = self.buckets.outcome()
+            else:
+                outcome = self._handed_over(group, group.source.pipeline)
+        except MustEndError:
+            raise
+        except WorkerFailedError as error:
+            log.info("group %d has broken off: %s", group.sequence, str(error).splitlines()[0])
+            self._refused.clear()  # of one that has it, perhaps
+            if self.buckets.begun or group.source is not None:
+                self._epochs.give_up(group)
+        if outcome is None:
+            self._epochs.use(None)
+            if group.source is None:
+                self.buckets.begin_again()
+            self._epochs.wait_for_newest()
+            self._say_ready()
+        return outcome
+
+    def _handed_over(self, group: Group, source: int) -> Round | None:
+        """Return the outcome that ``source`` hands over in ``group``; None if it cannot."""
+        self._epochs.use(group)
+        outcome = self.buckets.take_over(self._lacking, group, self._epochs.replicas(group))
+        if outcome is None and source in self._refused:
+            raise MustEndError(self.replica.pipeline, "it lacks a round that no other pipeline can hand over any more")
+        self._refused.add(source)
         return outcome
 
     def _look(self) -> None:
@@ -186,6 +240,8 @@ class PresentAveraging(Synchronizer):
             group = self._client.group_if_known()
             if group is not None:
                 self._known(group)
+                if group.source is not None:
+                    return
                 try:
                     self._begin(group)
                 except WorkerFailedError:  # tried again when all gradients are there

@@ -12,7 +12,7 @@ import logging
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import hydra
@@ -24,8 +24,8 @@ from lightning_sdpipe.meter import PHASES, MeterRow
 from lightning_sdpipe.policies import Group, PolicyConfig
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.scheduler.client.conversation import Effect
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from recipes.suites.grid import Goal, Ratios, Row, ratios
 from recipes.tools import elastic_world
@@ -58,10 +58,10 @@ class Storm(elastic_world.World):
         self.newest: dict[int, Process] = {}
         self.killed: dict[int, float] = {}
         self.back, self.gaps = list[float](), list[float]()
-        self._bases: dict[int, int] = {}
-        """Newest base of each start, of DiLoCo."""
+        self._contains: defaultdict[int, int] = defaultdict(int)
+        """Number of rounds in the model of each start."""
         self._copied: dict[tuple[int, str], int] = {}
-        """Bases with the states that were copied, by start and transfer."""
+        """That in the states that were copied, by start and transfer."""
         self._named: dict[int, Group] = {}
         """Groups of the starts' next rounds."""
         self._kept_at: dict[int, tuple[float, int]] = {}
@@ -111,11 +111,18 @@ class Storm(elastic_world.World):
         def named(answer: Any) -> None:
             self._named[start] = answer.group
 
-        self.ask_session(process, named, m.Ready, process.iteration, self._bases.get(start, -1))
+        self.is_ready(process, named)
+
+    def is_ready(self, process: Process, then: Callable[[Any], None]) -> None:
+        """Say so, and what the model contains."""
+        self.ask_session(process, then, m.Ready, process.iteration, self._contains[process.incarnation])
 
     def turn(self, process: Process) -> None:
         if not isinstance(self.config, OuterRounds):
-            super().turn(process)
+            if isinstance(self.config, AllPresent):
+                self.is_ready(process, lambda answer: self.exchange(process, answer.group))
+            else:
+                super().turn(process)
             return
         us = (round(self._seconds * 1e6), *(0,) * (len(PHASES) - 1))
         process.talk.rows.add(process.iteration, MeterRow(us, 0, self.nanoseconds(), follows=process.turns > 1))
@@ -124,19 +131,27 @@ class Storm(elastic_world.World):
         group = self._named.pop(process.incarnation, None)
         if group is None:
             self.stepped(process)
-        elif group.lineage is not None and group.lineage.goes_on:
+        elif group.source is None:
             self.exchange(process, group)
         else:
+            self.contain(process, self._contains[self.newest[group.source.pipeline].incarnation])
             self.stands(process)
             self.stepped(process)
 
+    def contain(self, process: Process, rounds: int) -> None:
+        self._contains[process.incarnation] = process.talk.contains = rounds
+
+    def carry_out(self, process: Process, effect: Effect) -> None:
+        if not (isinstance(effect, m.Invitation) and effect.group.source is not None):  # else it only gives
+            super().carry_out(process, effect)
+
     def obey(self, process: Process, command: Command) -> None:
         super().obey(process, command)
-        self._copied[process.incarnation, command.text] = self._bases.get(process.incarnation, -1)
+        self._copied[process.incarnation, command.text] = self._contains[process.incarnation]
 
     def copied(self, process: Process, receive: Receive) -> None:
         giver = self.newest[receive.donor].incarnation
-        self._bases[process.incarnation] = self._copied.get((giver, receive.transfer), -1)
+        self.contain(process, self._copied.get((giver, receive.transfer), 0))
         super().copied(process, receive)
 
     def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
@@ -178,27 +193,24 @@ class Storm(elastic_world.World):
     def exchange_ends(self, process: Process) -> None:
         group, together = process.group, isinstance(self.config, AllPresent | OuterRounds)
         if group is not None and together and process.has_result is False:
-            self.ask(process, lambda reply: self.again(process, group, reply), e.AskRegroup, group, process.talk.held)
+            process.iteration += 1
+            self.is_ready(process, lambda answer: self.again(process, group, answer.group))
             return
         if group is not None:
-            process.talk.completed(group.sequence)
             if process.has_result and len(group.members) > 1:
                 self.keep(process, group)
-            if group.lineage is not None:
-                if process.has_result:
-                    self._bases[process.incarnation] = group.sequence
+            if together and process.has_result:
+                self.contain(process, self._contains[process.incarnation] + 1)
+            if isinstance(self.config, OuterRounds):
                 self.stands(process)
         super().exchange_ends(process)
 
-    def again(self, process: Process, group: Group, reply: e.Reply) -> None:
-        assert isinstance(reply, e.Again)
-        if reply.group.lineage is not None and not reply.group.lineage.goes_on:  # it is dropped
-            process.has_result = None
-            self.exchange_ends(process)
-        elif reply.source < 0:
-            self.begin_exchange(process, reply.group)
+    def again(self, process: Process, lacking: Group, group: Group) -> None:
+        """Make the round ``lacking`` again, or get its outcome."""
+        if group.source is None:
+            self.begin_exchange(process, group)
         else:
-            process.has_result = True
+            process.group, process.has_result = lacking, not self.newest[group.source.pipeline].dead
             self.after(0.05, lambda: self.exchange_ends(process))
 
     def keep(self, process: Process, group: Group) -> None:

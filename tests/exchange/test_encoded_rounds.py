@@ -278,10 +278,13 @@ def test_a_broken_round_is_made_again_of_gradients_alone_or_handed_over_bit_for_
             rounds.begin(members(0, 1, sequence=2, epoch=2), SumInPlace(crews[1].replicas(rank)))
             outcome = rounds.outcome()
             found.append(replace(outcome, gradients=[each.clone() for each in outcome.gradients if each is not None]))
+        given = Group((Worker(0, 0), Worker(0, 2)), (1.0, 0.0), 3, "handed over", (Worker(0, 0),), epoch=3)
         if rank == 0:
-            assert rounds.hand_over(2, members(0, 2, sequence=2, epoch=3), crews[1].replicas(rank))
+            rounds.hand_over(given, crews[1].replicas(rank))
         if rank == 2:
-            found.append(rounds.take_over(0, members(0, 1, sequence=2, epoch=2), crews[1].replicas(rank)))
+            taken = rounds.take_over(members(0, 1, sequence=2, epoch=2), given, crews[1].replicas(rank))
+            assert taken is not None
+            found.append(taken)
         return found, forgotten
 
     def fresh(rank: int) -> Round:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import MustEndError, WorkerFailedError
+from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.collectives import SumInPlace
+from lightning_sdpipe.exchange.moving import tag_of
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.policies import Group, Worker
 from tests.exchange.threads import Crew, together
@@ -27,6 +29,13 @@ def gradient(rank: int, number: int, dtype: torch.dtype = torch.float64) -> Tens
 def group(*pipelines: int, sequence: int = 0) -> Group:
     size = len(pipelines)
     return Group(tuple(Worker(0, i) for i in pipelines), (1 / size,) * size, sequence, "tested")
+
+
+def given(source: int, *others: int) -> Group:
+    """In which ``source`` hands the outcome of a round over."""
+    members = tuple(Worker(0, i) for i in sorted((source, *others)))
+    weights = tuple(float(worker.pipeline == source) for worker in members)
+    return Group(members, weights, 9, "handed over", (Worker(0, source),))
 
 
 def rounds(rank: int, dtype: torch.dtype = torch.float64, look: Callable[[], None] = lambda: None) -> PresentRounds:
@@ -127,7 +136,8 @@ def test_a_broken_round_is_tried_again_with_the_same_gradients_among_others(crew
 
 
 def test_a_mean_is_handed_over_bit_for_bit_though_the_optimizer_has_had_it(crew: Crew) -> None:
-    everybody, some = group(0, 1, 2, 3), group(0, 1, 3)
+    everybody = group(0, 1, 2, 3)
+    some = given(0, 1, 3)
 
     def work(rank: int) -> tuple[Round, Round | None]:
         made, mover = rounds(rank), SumInPlace(crew.replicas(rank))
@@ -138,18 +148,33 @@ def test_a_mean_is_handed_over_bit_for_bit_though_the_optimizer_has_had_it(crew:
         taken = None
         if rank == 0:
             torch._foreach_mul_([each for each in outcome.gradients if each is not None], 0.5)  # as clipping does
-            assert not made.hand_over(5, some, crew.replicas(rank)), "that round is another one"
-            assert made.hand_over(0, some, crew.replicas(rank))
+            made.hand_over(some, crew.replicas(rank))
         elif rank != 2:
             again = rounds(rank)
             again.complete(of(rank))
             again.begin_again()
-            taken = again.take_over(0, everybody, crew.replicas(rank))
+            taken = again.take_over(everybody, some, crew.replicas(rank))
             assert again._kept is not None, "it could hand it over, too"
         return Round(copies, *[getattr(outcome, name) for name in Round.__annotations__ if name != "gradients"]), taken
 
     found = together(4, work)
     check([outcome for outcome, _ in found] + [taken for _, taken in found if taken is not None], 0, 1, 2, 3)
+
+
+def test_another_round_than_the_one_that_is_lacking_is_not_taken_over(crew: Crew) -> None:
+    """Nor can one be by a newcomer, which has the model after it and not its outcome."""
+
+    def work(rank: int) -> None:
+        made, replicas = rounds(rank), crew.replicas(rank)
+        if rank == 0:
+            made.hand_over(given(0, 1), replicas)
+            transfers.begin({1: torch.tensor([4])}, {}, replicas, tag_of(given(0, 1))).wait()
+        else:
+            assert made.take_over(group(0, 1), given(0, 1), replicas) is None
+            with pytest.raises(MustEndError, match="it lacks rounds before that of group 4"):
+                made.take_over(group(0, 1), given(0, 1), replicas)
+
+    together(2, work)
 
 
 def test_what_is_not_finite_is_named_and_half_precision_does_not_overflow_with_many_samples(crew: Crew) -> None:

@@ -19,8 +19,7 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.donations, client.held_up                       # what stage 0 goes by before a turn (turn_order)
     client.snapshot_taken(transfer, n)                     # the state after n updates is copied for that transfer
     client.meet(key, value)                                # waits for all replicas of the stage: Met
-    client.completed(sequence)                             # the result of that group is in the model; cheap
-    client.regroup(group)                                  # it is not, though all are to have it or none
+    client.contains(rounds)                                # the outcomes of so many rounds are in the model; cheap
     client.put(key, value)                                 # the key-value store of the run
     client.depart(finished=True); client.failed(reason); client.close()
 
@@ -270,7 +269,7 @@ class SchedulerClient:
         with self.wire.talking() as talk:
             talk.tell(e.Publish, path, update, True)
 
-    # -------------------------------------------------------------- barriers, trying again
+    # -------------------------------------------------------------- barriers, rounds
 
     def meet(self, key: str, value: bytes = b"") -> Met:
         """Wait for all replicas of this worker's stage at the barrier ``key``; one that dies is not waited for.
@@ -282,22 +281,10 @@ class SchedulerClient:
         reply: e.HasMet = self.wire.ask_for(f"the others at {key}", e.Meet, key, value)
         return reply.met
 
-    def completed(self, sequence: int) -> None:
-        """Report that the result of the group ``sequence`` is in the model."""
+    def contains(self, rounds: int) -> None:
+        """Set the number of rounds whose outcome this worker's model contains, and which it can hand over."""
         with self.wire.talking() as talk:
-            talk.completed(sequence)
-
-    def regroup(self, group: Group) -> e.Again:
-        """Report that the result of ``group`` did not come, which all members are to have or none; say first which
-        process groups are left (:meth:`holds`).
-
-        Waits until each other member is gone, has it, or has said the same. Returns a group of the members that are
-        left without the result, to try again in (perhaps only of this worker), or the ``source`` that gives it to them.
-        If that breaks, too, ask about the same group again.
-        """
-        what = f"the other members of group {group.sequence} to try again"
-        reply: e.Again = self.wire.ask_for(what, e.AskRegroup, group, self.wire.talk.held)
-        return reply
+            talk.contains = rounds
 
     def _start_or_receive(self, what: str, kind: Kind, *fields: object) -> Start | Receive:
         reply: Start | e.Get = self.wire.ask_for(what, kind, *fields)
@@ -376,13 +363,13 @@ class SchedulerClient:
         answer = self.wire.take(m.Ready)
         return answer.group if isinstance(answer, m.Answer) else None
 
-    def ready(self, iteration: int, base: int | None = None) -> None:
-        """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer. ``base``
-        is that of :class:`~lightning_sdpipe.policies.events.Ready`."""
+    def ready(self, iteration: int, contains: int | None = None) -> None:
+        """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer. What the
+        model ``contains`` is as in :class:`~lightning_sdpipe.policies.events.Ready`."""
         assert self.wire.talk.joined, "join() comes before ready()"
         assert self._iteration is None, f"group() comes after ready(): that of iteration {self._iteration} is missing"
         self._iteration = iteration
-        self.wire.ask(m.Ready, iteration, base)
+        self.wire.ask(m.Ready, iteration, contains)
 
     def group(self) -> Group:
         """Wait for the answer to the last :meth:`ready`, and for the invitations that were sent before it."""

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -42,7 +42,6 @@ import msgspec
 
 from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -53,8 +52,8 @@ FIRST_BEAT, PROBE, SOONEST = 0.25, 0.05, 0.125
 """Seconds between beats: until the scheduler sets the interval, while it seems away, and with much to tell."""
 REPEAT_AFTER, REPEAT_IN_TRAINING = 0.5, 1.0
 """Seconds after which an unanswered request is repeated, and one of the thread that trains."""
-REMEMBERED, TRANSFERS = 1024, 64
-"""Number of groups whose result is known to be in the model, and of last transfers that are known to be dealt with."""
+TRANSFERS = 64
+"""Number of last transfers that are known to be dealt with."""
 MET, INVITED = 8, 64
 """Number of last barriers that a restarted scheduler is told, and of last invitations that count once if repeated."""
 LAST_BEAT = 12
@@ -83,17 +82,9 @@ class EpochBegan:
 
 @dataclass(frozen=True)
 class GroupBroke:
-    """Another member did not get the result of the group ``sequence``, and this one does not have it either."""
+    """The exchange of the group ``sequence`` is stuck, and is to be broken off."""
 
     sequence: int
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """This worker has the result of the group ``sequence``, and gives it to the other members of ``group``."""
-
-    sequence: int
-    group: Group
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,7 @@ class Warned:
     text: str
 
 
-Effect: TypeAlias = Replied | EpochBegan | GroupBroke | HandOver | Connect | Warned | m.Invitation | e.End
+Effect: TypeAlias = Replied | EpochBegan | GroupBroke | Connect | Warned | m.Invitation | e.End
 """Effects of a message; an invitation is to be followed."""
 
 _ANSWERS: dict[Kind, tuple[type[m.Reply] | type[e.Reply], ...]] = {
@@ -121,11 +112,10 @@ _ANSWERS: dict[Kind, tuple[type[m.Reply] | type[e.Reply], ...]] = {
     e.Enrol: (e.Start, e.Get),
     e.TellReceived: (e.Start, e.Get),
     e.Meet: (e.HasMet,),
-    e.AskRegroup: (e.Again,),
     e.Store: (e.Stored,),
 }
 """Replies that answer each kind of request; a ``Noted`` answers any other kind."""
-_DECIDED_LATER = e.Enrol | e.TellReceived | e.Meet | e.AskRegroup
+_DECIDED_LATER = e.Enrol | e.TellReceived | e.Meet
 """Requests that wait for others."""
 
 
@@ -181,6 +171,8 @@ class Conversation:
         """Seconds after which a transfer that does not move is given up."""
         self.updates = -1
         """Updates that this worker has made, for people."""
+        self.contains = -1
+        """Number of rounds whose outcome this worker's model contains; -1 where that is not counted."""
         self.doing: Callable[[], Doing | None] = lambda: None
         """Returns what this worker does, for people."""
         self.awaits: tuple[str, ...] = ()
@@ -203,11 +195,7 @@ class Conversation:
         self._since = 0
         """Number of the first epoch in which this process was a member."""
         self._met: deque[Met] = deque(maxlen=MET)
-        self._regrouped: deque[tuple[int, Group]] = deque(maxlen=MET)
         self._dealt_with: deque[str] = deque(maxlen=TRANSFERS)
-        self._completed: OrderedDict[int, None] = OrderedDict()
-        self._asked_for: set[int] = set()
-        """Broken groups whose result this worker does not have yet."""
         self._lasting: dict[Key, tuple[Kind, tuple[object, ...]]] = {}  # what each scheduler of the run is told
         self._beaten = self._beat_at = -math.inf
         self.away = False
@@ -254,13 +242,6 @@ class Conversation:
         if before is not None and (exchange is None or exchange.sequence != before.sequence):
             last, (groups, barriers) = before.sequence, self._left
             self._left = (groups, last) if last >= BARRIERS else (last, barriers)
-
-    def completed(self, sequence: int) -> None:
-        """Note that the result of the group ``sequence`` is in the model; told only if another member misses it."""
-        asked = sequence in self._asked_for
-        self._settle(sequence)
-        if asked:
-            self.tell(e.TellCompleted, sequence)
 
     def lifeline(self, there: bool) -> None:
         """Note whether the lifeline is there. When it is gone, the scheduler may be, too, and is probed."""
@@ -355,8 +336,6 @@ class Conversation:
                 self.offered = receive.transfer
             case e.Now():
                 return self._hear_now(reply)
-            case e.Again(sequence=sequence, group=group, source=source) if source == self.worker.pipeline:
-                return [HandOver(sequence, group)]  # repeated if the other members have not heard of it
             case m.Invitation():
                 if reply in self._invitations:
                     return []
@@ -379,7 +358,8 @@ class Conversation:
         elif kind is m.Join:
             fields = self._mesh, self.about
         elif kind is m.Leave:
-            fields = (None if again else self.rows.take(),)  # they may have been heard, and would count twice
+            rows = None if again else self.rows.take()  # they may have been heard, and would count twice
+            fields = rows, self.contains
         elif kind is m.AskLease:
             fields = *fields, self.leases.done()
         return kind(self.worker, self.incarnation, self._number, *fields)  # type: ignore[arg-type]
@@ -397,10 +377,6 @@ class Conversation:
                 self._dealt_with.append(transfer)
             case e.Meet(key=name):
                 key = "meet", name
-            case e.AskRegroup(group=group):
-                key = "regroup", group.sequence
-            case e.TellCompleted(sequence=sequence):
-                key = "completed", sequence
             case e.TellSnapshot(transfer=transfer):
                 self._dealt_with.append(transfer)
             case e.Publish(done=True) | e.Store() if told:
@@ -438,11 +414,6 @@ class Conversation:
                     self._heard.forget()
                 case _, e.HasMet(met=met):
                     self._met.append(met)
-                case _, e.Again(sequence=sequence, group=group, source=source) if (
-                    source < 0
-                ):  # else it is still to come
-                    self._settle(sequence)
-                    self._regrouped.append((sequence, group))
         return found
 
     def _is_answered(self, of: _Open, reply: m.Reply | e.Reply) -> bool:
@@ -457,8 +428,6 @@ class Conversation:
                 return (lease.segment, lease.ordinal) == (segment, ordinal) and number in of.numbers
             case e.Meet(key=key), e.HasMet(met=met):
                 return met.key == key
-            case e.AskRegroup(group=group), e.Again(sequence=sequence):
-                return group.sequence == sequence
             case _, e.Get(receive=receive):
                 return receive.transfer not in self._dealt_with
             case _, e.Noted(number=number) | e.Stored(number=number):
@@ -481,13 +450,7 @@ class Conversation:
             self._line, self.limit = now.line, now.line.limit
             effects.append(Connect(now.line.port, now.line.nonce))
         self._now, self.held_up = now, self.held_up if now.hold is None else now.hold
-        for sequence in now.broken:
-            if sequence in self._completed:
-                self.tell(e.TellCompleted, sequence)
-            else:
-                self._asked_for.add(sequence)
-                effects.append(GroupBroke(sequence))
-        return effects
+        return effects + [GroupBroke(sequence) for sequence in now.stuck]
 
     def _ends(self, stop: e.End) -> list[Effect]:
         if self.stop is not None:
@@ -503,12 +466,6 @@ class Conversation:
         if not self._since and any(member.incarnation == self.incarnation for member in epoch.members):
             self._since = epoch.number
         return [EpochBegan(epoch)]
-
-    def _settle(self, sequence: int) -> None:
-        self._asked_for.discard(sequence)
-        self._completed[sequence] = None
-        while len(self._completed) > REMEMBERED:
-            self._completed.popitem(last=False)
 
     def _introduction(self, known: bool) -> list[e.Request]:
         self._stranger = None
@@ -529,13 +486,13 @@ class Conversation:
             self.held,
             tuple(self._met),
             self._since,
-            tuple(self._regrouped),
             self._heard.highest,
             self.leases.book(),
             self.joined,
             self._answered if self.joined else None,
             self._heard.to_report() if self.joined else (),
             self.about,
+            self.contains,
         )
         return [self._make(e.Enrol, self._enrolment.fingerprint, resumes if self._member else None)]
 
@@ -560,5 +517,6 @@ class Conversation:
             self.spans.take(),
             self.awaits,
             self.doing(),
+            self.contains,
         )
         return beat

@@ -301,14 +301,12 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions that the client's thread calls, and that must return quickly: for each new epoch, when another member
-    did not get the result of a group, when this process must end or the run is over, and when this worker is to hand
-    over the result of the group of that number to the other members of one."""
+    """Functions that the client's thread calls, and that must return quickly: for each new epoch, when the exchange of
+    the group of that number is stuck, and when this process must end or the run is over."""
 
     epoch: Callable[[Epoch], None] = _nothing
     broke: Callable[[int], None] = _nothing
     ends: Callable[[e.End], None] = _nothing
-    hands_over: Callable[[int, Group], None] = _nothing
 
 
 class Wire:
@@ -517,8 +515,6 @@ class Wire:
                     self.told.epoch(epoch)
                 case c.GroupBroke(sequence):
                     self.told.broke(sequence)
-                case c.HandOver(sequence, group):
-                    self.told.hands_over(sequence, group)
                 case c.Connect(port, nonce):
                     self._connect(port, nonce)
                 case e.End():

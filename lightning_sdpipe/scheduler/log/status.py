@@ -14,7 +14,7 @@ import msgspec
 
 from lightning_sdpipe.policies import sync_graph
 from lightning_sdpipe.policies.decisions import Decision, Group
-from lightning_sdpipe.policies.events import SEGMENT, Event, Joined, Left, Lost, Progress, Ready, Regrouped, Worker
+from lightning_sdpipe.policies.events import SEGMENT, Event, Joined, Left, Lost, Progress, Ready, Worker
 from lightning_sdpipe.policies.policy import Unit
 from lightning_sdpipe.policies.sync_graph import Encounter, SyncGraph
 
@@ -159,8 +159,6 @@ class Status(msgspec.Struct, frozen=True):
     signals_per_second: float
     groups_by_size: dict[int, int]
     groups_by_reason: dict[str, int]
-    broken: int
-    """Rounds that their members have made again."""
     refused: dict[str, int]
     failure: str | None
     held: int
@@ -219,7 +217,6 @@ class Overview:
         self.sizes: Counter[int] = Counter()
         self.reasons: list[Counter[str]] = [Counter() for _ in range(num_stages)]
         """Reasons of each stage's groups."""
-        self.broken = 0
         """Rounds that their members have made again."""
         self._views = [[_WorkerView() for _ in range(num_pipelines)] for _ in range(num_stages)]
         self._second = 0
@@ -241,8 +238,6 @@ class Overview:
             view.seconds, view.waiting = event.seconds, event.waiting
         elif type(event) is Joined:
             self._views[event.worker.stage][event.worker.pipeline].joined = now
-        elif type(event) is Regrouped:
-            self.broken += 1
         for group in decisions:
             members = group.members
             self.sizes[len(members)] += 1

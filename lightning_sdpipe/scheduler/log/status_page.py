@@ -83,8 +83,6 @@ def render(status: Status) -> str:
         lines.append(f"                {', '.join(f'{i} {state}' for i, state in members.states.items()) or 'none'}")
         if members.held:
             lines.append(f"waiting         {members.held}")
-    if status.broken:
-        lines.append(f"rounds again    {status.broken}")
     if status.held:
         lines.append(f"held            {status.held} readies, until all workers have come back")
     if status.failure is not None:

@@ -88,8 +88,6 @@ def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines
             return None
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
             return _of_leases(segment, ()) or ("it has no batches" if segment.start == segment.stop else None)
-        case e.AskRegroup(group=group):
-            return _of_group(group, member, most_pipelines)
         case e.Enrol(fingerprint=fingerprint, resumes=resumes):
             wrong = _of_fingerprint(fingerprint)
             return wrong if wrong or resumes is None else _of_resumes(resumes, worker, member, most_pipelines)
@@ -107,7 +105,6 @@ def _of_resumes(resumes: e.Resumes, worker: Worker, member: Worker, most_pipelin
     if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
         return f"the members {epoch.members} are not among {most_pipelines} pipelines"
     wrong = [_of_met(each, worker) for each in resumes.met]
-    wrong += [_of_group(group, member, most_pipelines) for _, group in resumes.regrouped]
     wrong += [_of_answer(answer, member, most_pipelines) for answer in resumes.answers]
     wrong += [_of_leases(book.segment, book.leases) for book in (resumes.book,) if book is not None]
     return next(filter(None, wrong), None)

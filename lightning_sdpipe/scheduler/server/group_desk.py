@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import (
     Answered,
+    Contains,
     Joined,
     Left,
     Lost,
     Ready,
-    Regrouped,
     Tick,
     Vanished,
     Widened,
@@ -69,6 +69,8 @@ class GroupDesk:
         self.reported = ReportedAnswers(extent.represented_by)
         self.extent = extent
         self.failure: m.Failure | None = None
+        self.on_broken: Callable[[Group, float], None] = lambda *_: None
+        """Called with a group whose outcome a worker did not get."""
         self._driver = driver
         self._overview = overview
         self._outbox = outbox
@@ -128,6 +130,17 @@ class GroupDesk:
         if self.sessions.get(worker) is None and self.failure is None:
             session = self.sessions.begin(worker, request.incarnation, now)
             session.received.left_at = request.number
+
+    def contains(self, worker: Worker, incarnation: int, rounds: int, now: float) -> None:
+        """Note that the model of ``worker`` contains the outcomes of so many ``rounds``, -1 if that is not counted. It
+        may have left, and hand them over."""
+        session = self.sessions.of(worker, incarnation)
+        if rounds < 0 or (session is None and self.sessions.get(worker) is not None):
+            return
+        session = session or self.sessions.begin(worker, incarnation, now)
+        if rounds > session.contains:
+            session.contains = rounds
+            self._carry_out(self._driver.tell(Contains(worker, rounds), now), now)
 
     def leave(self, session: Session, now: float) -> None:
         """Let a client leave; the others go on without it."""
@@ -217,7 +230,12 @@ class GroupDesk:
         else:
             if self._driver.deadline <= now:
                 self.let_time_pass(now)
-            decisions = self._driver.tell(Ready(session.worker, iteration, request.base), now)
+            decisions = self._driver.tell(Ready(session.worker, iteration, request.contains), now)
+            if request.contains is not None:
+                if request.contains == session.ready_with and session.answer is not None:
+                    self.on_broken(session.answer.group, now)
+                session.ready_with = request.contains
+                session.contains = max(session.contains, request.contains)
             session.is_ready(iteration)
             self._carry_out(decisions, now)
 
@@ -234,6 +252,7 @@ class GroupDesk:
         worker = beat.worker
         session = self.sessions.of(worker, beat.incarnation)
         progress = self.rows.hear(beat, session is not None, peer, now)
+        self.contains(worker, beat.incarnation, beat.contains, now)
         if session is not None:
             session.heard = now
         if session is None or not session.active:
@@ -259,23 +278,6 @@ class GroupDesk:
         """Tell the policy the time, if it is due."""
         if self._driver.deadline <= now:
             self._carry_out(self._driver.tell(Tick(), now), now)
-
-    def regroup(self, group: Group, members: Sequence[Worker], weights: Sequence[float], now: float) -> Group:
-        """Let the policy make a group of the remaining ``members`` of ``group``.
-
-        Raises:
-            PolicyFailed: the policy makes another group, or none.
-        """
-        bases = {} if group.lineage is None else dict(zip(group.members, group.lineage.bases, strict=True))
-        of = tuple(bases[member] for member in members if member in bases)
-        decisions = self._driver.tell(Regrouped(group.sequence, tuple(members), tuple(weights), of), now)
-        if len(decisions) != 1 or decisions[0].members != tuple(members):
-            raise PolicyFailed(
-                f"group {group.sequence}, which broke, and decided {decisions} where its members {list(members)} were "
-                "to try again: a policy for elastic runs derives from GroupPolicy, or answers Regrouped with that one "
-                "group"
-            )
-        return decisions[0]
 
     def send(self, group: Group) -> None:
         """Answer the readies of its members, and of the workers that they represent, with ``group``.

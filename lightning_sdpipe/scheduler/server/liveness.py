@@ -143,8 +143,8 @@ class Levels:
     """
 
     def __init__(self, membership: Membership, outbox: Outbox) -> None:
-        self.broken: Callable[[Worker], tuple[int, ...]] = lambda worker: ()
-        """Returns the broken groups on which a worker has not reported."""
+        self.stuck: Callable[[Worker], tuple[int, ...]] = lambda worker: ()
+        """Returns the exchanges that a worker is to break off."""
         self._membership, self._outbox = membership, outbox
         self._processes: dict[Worker, _Process] = {}
         self._changed: dict[Worker, None] = {}
@@ -194,9 +194,9 @@ class Levels:
             has_line = 0 < process.first <= process.seen <= process.version
             line = None if has_line else process.line
             donate = core.donations.unheard(worker) if member else ()
-            broken = self.broken(worker)
-            if line or donate or broken:
-                now = msgspec.structs.replace(now, line=line, donate=donate, broken=broken)
+            stuck = self.stuck(worker)
+            if line or donate or stuck:
+                now = msgspec.structs.replace(now, line=line, donate=donate, stuck=stuck)
             process.first, process.version = process.first or self._version, self._version
             self._outbox.say(e.peer_of(worker, process.incarnation), now)
         self._changed.clear()

@@ -245,7 +245,6 @@ class MembershipDesk:
             self._presence.comes(worker, incarnation, now)
             if not was_here:
                 if resumes is not None:
-                    self._answers.regrouped(resumes.regrouped, now)
                     self._groups.number_from(resumes.heard + 1, now)
                 lines = self._presence.lines
                 nonce = lines.give(worker, incarnation)
@@ -301,12 +300,6 @@ class MembershipDesk:
                     missing = core.barriers.missing(worker.stage, key, core.awaited(worker.stage))
                     names = ", ".join(str(Worker(worker.stage, i)) for i in missing) or "a common process group"
                     say(peer, e.Waits(request.number, f"it waits for {names} at {key}"))
-            case e.AskRegroup():
-                if (reply := self._answers.broke(request, now)) is not None:
-                    say(peer, reply)
-            case e.TellCompleted(sequence=sequence):
-                say(peer, e.Noted(request.number))
-                self._answers.completed(worker, sequence)
             case e.Publish(path=path, update=update, done=done):
                 if core.roster.is_member(worker.pipeline, incarnation) and not core.recovering:  # else it asks again
                     say(peer, e.Noted(request.number))

@@ -2,7 +2,8 @@
 
 A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and reports which it
 holds. A group that is decided before its members share one is kept for the few milliseconds that this takes, or until
-the epoch is announced anew. A group with passive members is not kept: the others go on without these.
+the epoch is announced anew. A group with passive members is not kept, the others go on without these; unless they are
+handed something over.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ REMAKE_AFTER = 5.0
 
 @dataclass
 class KeptGroup:
-    """A group that waits until ``until`` for a process group of its members; ``broken`` is the group that it retries,
-    if any."""
+    """A group that waits until ``until`` for a process group of its members."""
 
     group: Group
     until: float
-    broken: Group | None = None
 
     @property
     def pipelines(self) -> list[int]:
@@ -92,7 +91,7 @@ class ProcessGroupRegistry:
         if not self.in_use:
             return group
         ready = self.with_epoch(group)
-        if ready is None and group.passive:
+        if ready is None and group.passive and group.source is None:
             self.apart.setdefault(group.members, KeptGroup(group, now + REMAKE_AFTER))
             group = without_passive(group)
             ready = self.with_epoch(group)
@@ -106,10 +105,10 @@ class ProcessGroupRegistry:
             if self.common(workers) is not None or not all(worker in here for worker in workers):
                 del self.apart[workers]
 
-    def keepable(self, group: Group, now: float, broken: Group | None = None) -> KeptGroup:
+    def keepable(self, group: Group, now: float) -> KeptGroup:
         """Return ``group``, which is decided ``now`` among members of this epoch."""
         decided = msgspec.structs.replace(group, epoch=self._membership.epoch.number)
-        return KeptGroup(decided, now + REMAKE_AFTER, broken)
+        return KeptGroup(decided, now + REMAKE_AFTER)
 
     def was_member(self, worker: Worker, epoch: int | None = None) -> bool:
         """Return whether the process that is ``worker`` is a member, and was one in that ``epoch``."""

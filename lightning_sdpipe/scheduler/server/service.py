@@ -184,7 +184,6 @@ class SchedulerService:
             signals_per_second=overview.rate(now, uptime),
             groups_by_size=dict(sorted(overview.sizes.items())),
             groups_by_reason=dict(sum(overview.reasons, Counter())),
-            broken=overview.broken,
             refused=dict(self.refused),
             failure=None if self.failure is None else str(self.failure),
             held=self.members.held,
@@ -261,6 +260,7 @@ class SchedulerService:
             case m.Leave():
                 self.groups.rows.hear(request, True, peer, now)
                 session.received.left_at = request.number
+                self.groups.contains(request.worker, request.incarnation, request.contains, now)
                 self.groups.leave(session, now)
                 self._outbox.say(peer, e.Noted(request.number, session.invitations))
             case _:
@@ -280,6 +280,7 @@ class SchedulerService:
                 self.groups.rows.introduce(worker, resumes.about)
                 if resumes.joined:
                     self.groups.resume(worker, incarnation, number, resumes, now)
+                self.groups.contains(worker, incarnation, resumes.contains, now)
 
     # ----------------------------------------------------------------- replies
 

@@ -88,8 +88,8 @@ class Session:
     """One start of a worker; ``id`` is its incarnation."""
 
     __slots__ = (
-        *("answer", "answered", "heard", "id", "invitations", "iteration", "member_peer", "peer", "peers", "received"),
-        *("state", "worker"),
+        *("answer", "answered", "contains", "heard", "id", "invitations", "iteration", "member_peer", "peer", "peers"),
+        *("ready_with", "received", "state", "worker"),
     )
 
     def __init__(self, worker: Worker, id: int, now: float) -> None:
@@ -103,6 +103,10 @@ class Session:
         """Answer to that ready; None until it is decided."""
         self.answered: int | None = None
         """Last iteration that was answered since the worker joined."""
+        self.contains = -1
+        """Number of rounds that its model contains, as it said last; -1 if it has not."""
+        self.ready_with: int | None = None
+        """That number when it was last ready."""
         self.invitations = 0
         """Invitations to groups that the worker was a passive member of."""
         self.received = ReceivedRequests()

@@ -104,7 +104,6 @@ class ElasticRun(TrainingRun):
             Callbacks(
                 epoch=lambda epoch: self._there.epochs.enter(epoch),
                 broke=lambda sequence: self._there.epochs.broke(sequence),
-                hands_over=lambda sequence, group: self._there.hands_over(sequence, group),
             ),
             self._give_up,
         )

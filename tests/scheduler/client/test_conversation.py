@@ -79,7 +79,7 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     talk.lifeline(there=False)
     talk.due(1.1)
     assert talk.deadline == pytest.approx(1.1 + c.PROBE)
-    talk.tell(e.TellCompleted, 4)
+    talk.tell(e.Publish, "newest.ckpt", 4, True)
     talk.tell(e.Publish, "last.ckpt", 8, True)
     talk.tell(e.Store, "put", ("cut/kept",), b"[3, 3]")
     talk.ask(e.Meet, "pause/1", b"")
@@ -157,16 +157,20 @@ def test_an_answer_to_an_earlier_question_is_none_to_a_later_one() -> None:
     assert talk.hear(second) == [c.Replied(key, second)]
 
 
-def test_who_has_the_result_says_so_when_another_misses_it() -> None:
+def test_an_exchange_that_is_stuck_is_broken_off_again_and_again() -> None:
     talk = enrolled()
-    talk.completed(4)
-    assert kinds(talk.due(0.2)) == [], "nobody has asked"
-    assert talk.hear(e.Now(1, broken=(4,))) == []
-    assert kinds(talk.due(0.21)) == ["TellCompleted"]
-    assert talk.hear(e.Now(2, broken=(5,))) == [c.GroupBroke(5)]
-    assert talk.hear(e.Now(3, broken=(5,))) == [c.GroupBroke(5)], "it may have begun that exchange since"
-    talk.completed(5)
-    assert kinds(talk.due(0.22)) == ["TellCompleted"]
+    assert talk.hear(e.Now(2, stuck=(5,))) == [c.GroupBroke(5)]
+    assert talk.hear(e.Now(3, stuck=(5,))) == [c.GroupBroke(5)], "it may have begun that exchange since"
+
+
+def test_beats_and_a_leave_say_what_the_model_contains() -> None:
+    talk = enrolled()
+    talk.contains = 7
+    (beat,) = (said for said in talk.due(math.inf) if isinstance(said, e.Beat))
+    talk.ask(m.Leave)
+    (leave,) = talk.due_in_training(0.0)
+    assert isinstance(leave, m.Leave)
+    assert (beat.contains, leave.contains) == (7, 7)
 
 
 def test_a_newcomer_knows_that_its_donor_is_another_one_by_now_though_it_still_waits_for_the_first() -> None:
@@ -187,20 +191,6 @@ def test_a_newcomer_knows_that_no_donor_is_left(ends: m.Reply | e.Reply) -> None
     talk.hear(e.Get(Receive(1, 2, "state-1-2", 4)))
     talk.hear(ends)
     assert talk.offered != "state-1-2"
-
-
-def test_a_result_that_is_handed_over_is_there_when_it_has_come_and_its_source_hears_of_it() -> None:
-    talk = enrolled()
-    key, given = talk.ask(e.AskRegroup, PAIR, ()), msgspec.structs.replace(PAIR, epoch=5)
-    talk.due(0.1)
-    again = e.Again(PAIR.sequence, given, 0)
-    assert talk.hear(again) == [c.Replied(key, again)]
-    assert talk.hear(e.Now(1, broken=(PAIR.sequence,))) == [c.GroupBroke(PAIR.sequence)], "it has still to come"
-    talk.completed(PAIR.sequence)
-    assert talk.hear(e.Now(2, broken=(PAIR.sequence,))) == []
-    assert kinds(talk.due(0.2)) == ["TellCompleted"]
-    mine = e.Again(PAIR.sequence, given, ME.pipeline)
-    assert talk.hear(mine) == [c.HandOver(PAIR.sequence, given)]
 
 
 def test_what_is_refused_is_not_asked_again_and_the_end_ends_all_but_a_departure() -> None:
@@ -414,18 +404,17 @@ REPLIES = st.one_of(
     for kind in (*get_args(m.Reply), *get_args(e.Reply))
     if kind is not m.StatusReply
 )
-ANEW = (e.Waits, e.Stranger, e.Again)
+ANEW = (e.Waits, e.Stranger)
 """Of what a request waits for the last one counts; and what is answered anew each time."""
 
 
 def ask_everything(talk: c.Conversation) -> None:
     talk.ask(e.Enrol, {"model": "linear"})
     talk.ask(e.Meet, "0", b"")
-    talk.ask(e.AskRegroup, PAIR, (3,))
     talk.ask(e.Store, "wait", ("a/b",))
     talk.ask(e.Store, "add", ("a/n",), b"", 1)
     talk.ask(e.TellSnapshot, "0", 4)
-    talk.tell(e.TellCompleted, 4)
+    talk.tell(e.Publish, "newest.ckpt", 4, True)
 
 
 def believed(talk: c.Conversation) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Enrolled
-from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -165,26 +167,24 @@ def test_groups_name_a_process_group_that_all_members_hold() -> None:
         assert at_once(*[client.group for client in clients])[0].epoch == 1, "it was kept until they shared one"
 
 
-def test_members_of_a_broken_round_try_again_or_are_given_the_result_of_one_that_has_it() -> None:
-    with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
+def test_what_a_member_of_a_broken_round_lacks_is_handed_over_by_one_that_has_it() -> None:
+    terms = ElasticConfig(settle=0.0, start_pipelines=3)
+    with running(AllPresent(), pipelines=3, terms=terms) as fleet:
         clients = fleet.start(0, 1, 2)
+        given = queue.SimpleQueue[tuple[int, Group]]()
         for client in clients:
             client.holds([1])
+            client.on_invitation = lambda group, after, i=client.worker.pipeline: given.put((i, group))  # type: ignore[misc]
         at_once(*[client.join for client in clients])
         for client in clients:
-            client.ready(0)
-        group, *_ = at_once(*[client.group for client in clients])
-        again, *others = at_once(*[lambda c=c: c.regroup(group) for c in clients])  # type: ignore[misc]
-        assert others == [again, again]
-        assert [worker.pipeline for worker in again.group.members] == [0, 1, 2]
-        assert again.group.sequence > group.sequence
-        clients[0].completed(again.group.sequence)
-        clients[2].completed(again.group.sequence)
-        given = clients[1].regroup(again.group)
-        assert (given.sequence, given.source) == (again.group.sequence, 0), "which has it"
-        assert [worker.pipeline for worker in given.group.members] == [0, 1]
-        assert again.group.sequence not in clients[1].wire.talk._completed, "it has still to come"
-        assert [client.wire.talk._asked_for for client in clients] == [set(), set(), set()]
+            client.ready(0, 0)
+        at_once(*[client.group for client in clients])
+        clients[1].ready(1, 0)
+        clients[2].contains(1)
+        clients[2].beat_soon()
+        group = clients[1].group()
+        assert (group.source, group.members) == (Worker(0, 2), (Worker(0, 1), Worker(0, 2)))
+        assert given.get(timeout=10.0) == (2, group)
 
 
 def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
@@ -348,7 +348,8 @@ def test_a_process_that_is_killed_is_gone_at_once_though_its_children_live() -> 
         first = fleet.client(0, 100)
         script = f"""
 import os, sys, time
-from lightning_sdpipe.policies import Worker
+from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 client = SchedulerClient({fleet.server.address!r}, Worker(0, 1), 7)
 client.enrol({SAME!r})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import Epoch, Member
+from lightning_sdpipe.membership.members import Epoch, Exchanging, Member
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker, registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
@@ -35,10 +34,12 @@ class ElasticDialogue:
         self.service = SchedulerService(config, stages, 2, worker_timeout=8.0, elastic=terms, log=log)
         self.number = 0
 
-    def say(self, kind: type, worker: Worker, incarnation: int, *fields: object, now: float = 0.0) -> list[Addressed]:
+    def say(
+        self, kind: type, worker: Worker, incarnation: int, *fields: object, now: float = 0.0, **named: object
+    ) -> list[Addressed]:
         self.number += 1
         name = e.peer_of if issubclass(kind, e.MemberRequest) else m.routing_id
-        request = kind(worker, incarnation, self.number, *fields)
+        request = kind(worker, incarnation, self.number, *fields, **named)
         replies = self.service.handle(name(worker, incarnation), request, now)
         self.service.validate()
         assert not any(isinstance(reply, e.Refused) for _, reply in replies), replies
@@ -47,6 +48,11 @@ class ElasticDialogue:
     def holds(self, worker: Worker, member: Member, *epochs: int) -> list[Addressed]:
         """It has process groups of these."""
         return self.say(e.Beat, worker, member.incarnation, epochs, max(epochs), True)
+
+    def tells(self, member: Member, contains: int) -> list[Addressed]:
+        """Its heartbeat says how many rounds its model contains."""
+        worker = Worker(0, member.pipeline)
+        return self.say(e.Beat, worker, member.incarnation, (4,), 4, True, joined=True, contains=contains)
 
     @staticmethod
     def groups(replies: list[Addressed]) -> list[tuple[int, ...]]:
@@ -74,11 +80,6 @@ class ElasticDialogue:
 
 def donations(replies: list[Addressed]) -> list[tuple[bytes, tuple[str, ...]]]:
     return [(peer, reply.donate) for peer, reply in replies if isinstance(reply, e.Now) and reply.donate]
-
-
-def broken(replies: list[Addressed]) -> dict[bytes, tuple[int, ...]]:
-    """Which are asked about which groups."""
-    return {peer: reply.broken for peer, reply in replies if isinstance(reply, e.Now) and reply.broken}
 
 
 A, B, C = Member(0, 100), Member(1, 101), Member(2, 102)
@@ -168,44 +169,6 @@ def test_a_join_waits_for_a_process_group_unless_rounds_are_apart(config: Policy
     assert [isinstance(reply, e.Noted) for peer, reply in replies if peer == trains] == [True] * at_once
     replies = d.holds(Worker(0, 2), third, 4)
     assert [isinstance(reply, e.Noted) for peer, reply in replies if peer == trains] == [True] * (not at_once)
-
-
-def test_a_new_start_of_a_pipeline_is_not_asked_about_groups_of_the_start_before() -> None:
-    """Though it came before a restarted scheduler heard how groups are numbered."""
-    d, again = ElasticDialogue(LocalSGD(every=1)), Member(2, 202)
-    broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
-    for member in (A, B):
-        resumes = e.Resumes(EPOCH, (4,), since=1, heard=9, joined=True, answered=4)
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
-    d.tick(4.0)
-    replies = d.say(e.Enrol, Worker(0, 2), again.incarnation, SAME, now=4.0)
-    ((peer, (transfer,)),) = donations(replies)
-    donor = next(member for member in (A, B) if peer == e.peer_of(Worker(0, member.pipeline), member.incarnation))
-    d.say(e.TellSnapshot, Worker(0, donor.pipeline), donor.incarnation, transfer, 3)
-    d.say(e.TellReceived, Worker(0, 2), again.incarnation, transfer, 3)
-    replies = d.say(e.AskRegroup, Worker(0, 0), A.incarnation, broke, (4,), now=4.0)
-    assert broken(replies) == {e.peer_of(Worker(0, 1), B.incarnation): (9,)}
-    replies = d.say(e.TellCompleted, Worker(0, 1), B.incarnation, 9, now=4.0)
-    again = {(reply.group.members, reply.source) for _, reply in replies if isinstance(reply, e.Again)}
-    assert again == {((Worker(0, 0), Worker(0, 1)), 1)}
-
-
-def test_members_of_a_broken_group_hear_alike_who_tries_again_though_the_scheduler_died_meanwhile() -> None:
-    """One had heard of it, and waits for the other there."""
-    d, epoch = ElasticDialogue(LocalSGD(every=1)), Epoch(5, (A, B), "pipeline 2 lost")
-    broke = Group((Worker(0, 0), Worker(0, 1), Worker(0, 2)), (1 / 3,) * 3, 9, "everybody came", epoch=4)
-    again = Group((Worker(0, 0), Worker(0, 1)), (0.5, 0.5), 10, "regrouped", epoch=5)
-    resumes = e.Resumes(epoch, (5,), since=1, heard=9, joined=True, answered=4)
-    d.say(e.Enrol, Worker(0, 1), B.incarnation, SAME, resumes)
-    d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,))
-    resumes = msgspec.structs.replace(resumes, regrouped=((9, again),))
-    d.say(e.Enrol, Worker(0, 0), A.incarnation, SAME, resumes)
-    replies = d.say(e.AskRegroup, Worker(0, 1), B.incarnation, broke, (5,))
-    assert replies == [(e.peer_of(Worker(0, 1), B.incarnation), e.Again(9, again))]
-    for member in (A, B):
-        replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5)
-    replies += d.service.tick(0.0)
-    assert {reply.group.sequence for _, reply in replies if isinstance(reply, m.Answer)} == {11}
 
 
 def equal_replicas(stages: int = 1) -> ElasticDialogue:
@@ -367,9 +330,7 @@ def test_a_newcomer_whose_donor_dies_is_not_waited_for_until_another_one_has_cop
 
 
 def broken_round() -> tuple[ElasticDialogue, Group]:
-    """Of pipelines 0, 1 and 2, whose process group is of epoch 1; the last one is gone."""
-    d = equal_replicas()
-    d.say(e.Enrol, Worker(0, 2), C.incarnation, SAME)
+    """Of pipelines 0, 1 and 2, of which the last one lacks the outcome of the ninth round."""
     epoch = Epoch(4, (A, B, C), "pipeline 2 has come")
     d = ElasticDialogue(AllPresent())
     resumes = e.Resumes(epoch, (epoch.number,), since=1, heard=8, joined=True, answered=4)
@@ -377,50 +338,62 @@ def broken_round() -> tuple[ElasticDialogue, Group]:
         d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     d.tick(4.0)
     for member in (A, B, C):
-        replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5, now=4.0)
+        replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5, 8, now=4.0)
     (group,) = {reply.group for _, reply in replies if isinstance(reply, m.Answer)}
-    assert (group.epoch, len(group.members)) == (5, 3) or group.epoch == 4
+    assert len(group.members) == 3
+    assert d.say(m.Ready, Worker(0, 2), C.incarnation, 6, 8, now=4.0) == [], "no other one has told what it has"
     return d, group
 
 
-def test_who_has_the_mean_of_a_round_hands_it_over_and_another_one_does_if_that_one_dies() -> None:
-    d, group = broken_round()
-    first, second, third = (Worker(0, i) for i in range(3))
-    assert broken(d.say(e.AskRegroup, third, C.incarnation, group, ())) == {
-        e.peer_of(first, A.incarnation): (group.sequence,),
-        e.peer_of(second, B.incarnation): (group.sequence,),
-    }
-    for member in (A, B):
-        said = d.say(e.TellCompleted, Worker(0, member.pipeline), member.incarnation, group.sequence)
-    assert not [reply for _, reply in said if isinstance(reply, e.Again)], "they share no process group any more"
-    epoch = d.service.members.membership.epoch.number
-    assert epoch > group.epoch, "so they make another one"
-    d.holds(first, A, epoch)
-    replies = d.holds(third, C, epoch)
-    again = e.Again(group.sequence, Group((first, third), (1.0, 0.0), group.sequence, group.reason, epoch=epoch), 0)
-    told = {peer for peer, reply in replies if reply == again}
-    assert told == {e.peer_of(first, A.incarnation), e.peer_of(third, C.incarnation)}
-    d.say(e.Depart, first, A.incarnation, False)
-    replies = d.say(e.AskRegroup, third, C.incarnation, group, ())
-    assert broken(replies) == {e.peer_of(second, B.incarnation): (group.sequence,)}
-    d.say(e.TellCompleted, second, B.incarnation, group.sequence)
-    epoch = d.service.members.membership.epoch.number
-    d.holds(second, B, epoch)
-    handed = [reply for _, reply in d.holds(third, C, epoch) if isinstance(reply, e.Again)]
-    assert [reply.source for reply in handed] == [1, 1]
+def handed(replies: list[Addressed]) -> list[tuple[int, ...]]:
+    """The sources of the groups that went out, with those that are handed something over."""
+    (invited,) = {reply.group for _, reply in replies if isinstance(reply, m.Invitation)}
+    (answered,) = {reply.group for _, reply in replies if isinstance(reply, m.Answer)}
+    assert invited == answered
+    assert answered.source is not None
+    others = [worker.pipeline for worker in answered.members if worker != answered.source]
+    return [(answered.source.pipeline, *others)]
 
 
-def test_if_nobody_has_the_mean_any_more_those_that_are_left_compute_one() -> None:
-    d, group = broken_round()
-    second, third = (Worker(0, i) for i in (1, 2))
-    d.say(e.AskRegroup, third, C.incarnation, group, ())
-    d.say(e.AskRegroup, second, B.incarnation, group, ())
-    d.say(e.TellCompleted, Worker(0, 0), A.incarnation, group.sequence)
+def test_who_has_the_outcome_of_a_round_hands_it_over_and_another_one_does_if_that_one_dies() -> None:
+    d, _ = broken_round()
+    assert handed(d.tells(A, 9)) == [(0, 2)], "its heartbeat is enough"
     d.say(e.Depart, Worker(0, 0), A.incarnation, False)
+    assert d.say(m.Ready, Worker(0, 2), C.incarnation, 7, 8) == []
+    assert handed(d.say(m.Leave, Worker(0, 1), B.incarnation, None, 9)) == [(1, 2)], "even if it has left"
+
+
+def test_if_nobody_has_the_outcome_any_more_those_that_are_left_make_the_round_again() -> None:
+    d, group = broken_round()
+    assert d.say(m.Ready, Worker(0, 1), B.incarnation, 6, 8) == []
+    replies = d.say(e.Depart, Worker(0, 0), A.incarnation, False)
+    (again,) = {reply.group for _, reply in replies if isinstance(reply, m.Answer)}
+    assert (again.source, again.members) == (None, (Worker(0, 1), Worker(0, 2)))
+    assert again.sequence > group.sequence
+
+
+def test_a_group_in_which_something_is_handed_over_waits_for_a_process_group_unless_its_source_dies() -> None:
+    d, _ = broken_round()
+    d.say(e.Beat, Worker(0, 2), C.incarnation, (), 4, True)
+    assert not [reply for _, reply in d.tells(A, 9) if isinstance(reply, m.Answer)]
+    replies = d.say(e.Depart, Worker(0, 0), A.incarnation, False)
+    assert d.groups(replies) == [(0, 2)], "it finds that the source is gone, and is ready again"
+    assert d.say(m.Ready, Worker(0, 2), C.incarnation, 7, 8) == []
+    assert not [reply for _, reply in d.tells(B, 9) if isinstance(reply, m.Answer)]
     epoch = d.service.members.membership.epoch.number
-    d.holds(second, B, epoch)
-    (again,) = {reply for _, reply in d.holds(third, C, epoch) if isinstance(reply, e.Again)}
-    assert (again.source, again.group.members) == (-1, (second, third))
+    d.holds(Worker(0, 1), B, 4, epoch)
+    assert handed(d.holds(Worker(0, 2), C, epoch)) == [(1, 2)]
+
+
+def test_the_exchange_of_a_round_that_a_member_lacks_is_broken_off_for_all_that_are_in_it() -> None:
+    """The one that lacks it may never have begun it."""
+    d, group = broken_round()
+    exchange = Exchanging(group.sequence, (0, 1, 2), 0)
+    d.say(e.Beat, Worker(0, 0), A.incarnation, (4,), 4, True, 0, exchange, now=4.0)
+    told = d.service.tick(4.1)
+    assert [(peer, reply.stuck) for peer, reply in told if isinstance(reply, e.Now) and reply.stuck] == [
+        (e.peer_of(Worker(0, 0), A.incarnation), (group.sequence,))
+    ]
 
 
 def test_a_new_epoch_is_one_message_for_all_that_are_told_the_same_and_again_for_those_that_have_not_seen_it() -> None:

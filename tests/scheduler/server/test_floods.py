@@ -21,7 +21,6 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.server import server
-from lightning_sdpipe.scheduler.server.group_delivery import MOST_OPEN
 from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, KeyValueStore, StoreFull
 from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines, Lines
 from lightning_sdpipe.scheduler.server.server import Server
@@ -108,19 +107,6 @@ class Members:
         self.service.validate()
         assert self.service.failure is None
         return [reply for to, reply in replies if to == peer]
-
-
-def test_groups_that_never_were_are_not_kept() -> None:
-    run, open_at_once = Members(), []
-    regrouping, both = run.service.members._answers._regrouping, (Worker(0, 0), Worker(0, 1))
-    for sequence in range(1000, 1000 + 5 * MOST_OPEN):
-        replies = run.say(e.AskRegroup, 1, Group(both, (0.5, 0.5), sequence, "made up"), ())
-        open_at_once.append(len(regrouping.open))
-    assert max(open_at_once) == MOST_OPEN
-    assert [type(reply) for reply in replies] == [e.Refused]
-    run.say(e.Depart, 1, False)
-    assert not regrouping.open, "nothing is left of it when it has gone"
-    assert run.membership.members == [0], "and the other trains on"
 
 
 def test_what_a_faulty_member_says_of_others_is_not_kept() -> None:

@@ -12,7 +12,6 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.policies.decisions import Lineage
 from lightning_sdpipe.policies.events import SEGMENT
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
@@ -400,13 +399,13 @@ def test_status_counts_what_passed_by() -> None:
     assert status.workers()[1].last_group == 3
 
 
-def test_the_policy_hears_of_the_base_that_a_worker_has() -> None:
+def test_the_policy_hears_what_the_models_of_workers_contain() -> None:
     d = Dialogue(OuterRounds(None))
     d.join(A)
     d.join(B)
     assert d.say(m.Ready, A, 2, 5) == []
-    lineages = [reply.group.lineage for _, reply in d.say(m.Ready, B, 2, -1) if isinstance(reply, m.Answer)]
-    assert lineages == [Lineage((5, -1), 5)] * 2
+    replies = [reply for _, reply in d.say(m.Ready, B, 2, 4)]
+    assert [reply.group.source for reply in replies if isinstance(reply, m.Answer | m.Invitation)] == [A, A]
 
 
 class Unruly(PolicyConfig, frozen=True):

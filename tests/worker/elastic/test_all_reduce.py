@@ -41,11 +41,11 @@ class Rounds(Callback):
         (self.diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
         self.training, rounds = strategy.training, strategy.training.sync
         assert isinstance(rounds, PresentAveraging)
-        self.rounds, heard, handed = rounds, rounds.on_round, rounds.hand_overs
+        self.rounds, heard = rounds, rounds.on_round
 
         def hear(outcome: Round) -> None:
             said = {"members": outcome.members, "batches": outcome.batches, "weight": outcome.weight}
-            ways = {"again": handed.retried, "taken": handed.taken}
+            ways = {"again": rounds.again, "taken": rounds.taken}
             self.diary.note(round=self.training.updates, epoch=trainer.current_epoch, **said, **ways)
             heard(outcome)
 

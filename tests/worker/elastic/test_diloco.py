@@ -24,11 +24,8 @@ from lightning_sdpipe.exchange.outer_model import Nesterov
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
 from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.meter import Traffic
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
-from lightning_sdpipe.sync.peers import Peers
-from lightning_sdpipe.sync.surviving_bases import SurvivingBases
+from lightning_sdpipe.sync.own_base_averaging import meet
 from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -45,12 +42,11 @@ class Bases(Callback):
         adopt = OuterState.adopt
 
         def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:
-            before = state.base
+            before = state.rounds
             adopt(state, new, tensors, *sent)
             digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.codec.state()))
-            in_a_round = state.base != before  # a pause changes the base and keeps its number
-            made = in_a_round and bool(new.moved) and not new.received
-            diary.note(base=state.base, digest=digest, behind=bool(new.received), made=made)
+            made = state.rounds != before and bool(new.moved) and not new.received
+            diary.note(base=state.rounds, digest=digest, behind=bool(new.received), made=made)
 
         OuterState.adopt = adopts  # type: ignore[method-assign]
 
@@ -146,12 +142,10 @@ class MetBarriers:
     ("samples", "weights"), [(None, {3: 0.5, 5: 0.5}), (6.0, {3: 0.75, 5: 0.25}), (0.0, {3: 0.0, 5: 1.0})]
 )
 def test_all_that_meet_weigh_as_their_method_says(samples: float | None, weights: dict[int, float]) -> None:
-    barriers: Any = MetBarriers([-1, 4, 1 if samples is None else 2.0])
-    nobody: Any = None
+    barriers: Any = MetBarriers([0, 4, 1 if samples is None else 2.0])
     codec, model = OwnBase(Full(), 3, Nesterov(), 0.0), [torch.arange(4.0)]
     codec.begin(model)
-    peers = Peers(Worker(0, 3), nobody, nobody, barriers, lambda mine: mine, Traffic())
-    bases = SurvivingBases(peers, OuterState(codec))
-    bases.state.samples = samples
-    bases.meet(model, 4)
-    assert barriers.weights == weights
+    state = OuterState(codec)
+    state.samples = samples
+    meet(barriers, state, model, 4)
+    assert (barriers.weights, state.rounds) == (weights, 1)

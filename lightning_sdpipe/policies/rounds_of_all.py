@@ -1,0 +1,69 @@
+"""Rounds whose outcome all replicas take over, so that they are equal after each, though pipelines come, go and fail.
+
+An exchange that breaks off may have ended for some of its members. Each says with its next ready how many rounds its
+model contains, so nothing is asked, and nothing remembered:
+
+1. *Handed over.* If one that is there has a round that others lack, they get its outcome from that one, bit for bit, in
+   an ordinary group of it and them in which it has all of the weight. It may train on meanwhile, or have left. Then all
+   say again what they have. If it cannot (a newcomer has the rounds of its donor, but not their outcomes), another one
+   is next.
+2. *Made again.* If none of those that are left has it, all of them say that they are ready for it, and make it again.
+
+A worker that has the outcome of a round may wait for another stage of its pipeline, which lacks it, before it can be
+ready again. So heartbeats tell of outcomes, too.
+"""
+
+from __future__ import annotations
+
+from lightning_sdpipe.policies.decisions import Decision, Reason
+from lightning_sdpipe.policies.events import Worker
+from lightning_sdpipe.policies.group_policy import GroupPolicy
+
+
+class RoundsOfAll(GroupPolicy):
+    """Lets a round of a stage go out when all of its active workers wait and have the same rounds, and it is due."""
+
+    def __init__(self, num_stages: int, num_pipelines: int) -> None:
+        super().__init__(num_stages, num_pipelines)
+        self.contains: list[dict[int, int]] = [{} for _ in range(num_stages)]
+        """Number of rounds that the model of each worker contains at least, by stage and pipeline, as long as its
+        process is there."""
+        self._handed = 0
+
+    def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
+        """Let the round of ``stage`` go out, all of whose active workers wait and have the same rounds, or wait for
+        more."""
+        raise NotImplementedError(f"{type(self).__name__} must say in round_is_due which round goes out")
+
+    def newest(self, stage: int) -> int:
+        """Return the most rounds that the model of a worker of ``stage`` contains."""
+        return max(self.contains[stage].values(), default=0)
+
+    def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:
+        return self.advance(worker.stage, Reason.EVERYBODY_CAME)
+
+    def worker_contains(self, worker: Worker, rounds: int) -> list[Decision]:
+        known = self.contains[worker.stage]
+        known[worker.pipeline] = max(rounds, known.get(worker.pipeline, 0))
+        return self.advance(worker.stage, Reason.EVERYBODY_CAME)
+
+    def worker_left(self, worker: Worker, now: float) -> list[Decision]:
+        return self.advance(worker.stage, Reason.WORKER_LOST)
+
+    def worker_lost(self, worker: Worker, now: float) -> list[Decision]:
+        return self.worker_vanished(worker)
+
+    def worker_vanished(self, worker: Worker) -> list[Decision]:
+        self.contains[worker.stage].pop(worker.pipeline, None)
+        return self.advance(worker.stage, Reason.WORKER_LOST)
+
+    def advance(self, stage: int, why: Reason) -> list[Decision]:
+        """Let go out what those that wait need."""
+        known, newest, waiting = self.contains[stage], self.newest(stage), self.participants.waiting[stage]
+        behind = [pipeline for pipeline in waiting if known.get(pipeline, newest) < newest]
+        if behind:
+            sources = sorted(pipeline for pipeline, rounds in known.items() if rounds == newest)
+            source, self._handed = sources[self._handed % len(sources)], self._handed + 1
+            weights = [0.0] * len(behind) + [1.0]
+            return [self.participants.group(stage, behind, Reason.HANDED_OVER, weights=weights, passive=[source])]
+        return self.round_is_due(stage, why) if self.participants.all_wait(stage) else []

@@ -1,0 +1,254 @@
+"""Virtual histories of rounds of all, on several stages: exchanges break off for any of their members, pipelines die,
+leave and come, and the scheduler is started again, in any order.
+
+The model of a worker is the list of the rounds that are in it, each the starts that were members. A worker that has the
+outcome of a round waits for its pipeline's other stages before it can be ready again: gradients are clipped together.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from lightning_sdpipe.policies import Group, Joined, Left, Lost, Progress, Ready, Restarted, Worker
+from lightning_sdpipe.policies.events import Contains, Event, Vanished
+from lightning_sdpipe.policies.policy import Policy, PolicyConfig
+
+Model = list[tuple[int, ...]]
+EVERY = 7
+"""Rounds between two meetings of all."""
+
+
+class Violation(AssertionError):
+    pass
+
+
+@dataclass(eq=False)
+class Stage:
+    """One worker: it trains, is ``ready``, is in a ``group``, or has ended its ``turn``."""
+
+    worker: Worker
+    model: Model
+    kept: int = -1
+    """Number of rounds in the model after the last one whose outcome it has got, not copied with a state."""
+    turn: int = 0
+    ready: bool = False
+    group: Group | None = None
+    """Of a round, or one in which it is handed the outcome of one."""
+    began: set[int] = field(default_factory=set)
+    """Groups in whose exchange it was."""
+    number: int = -1
+    """That of its last ready."""
+    refused: set[int] = field(default_factory=set)
+    """Pipelines that could not hand over what it lacks."""
+
+
+@dataclass(eq=False)
+class Start:
+    """One start of a pipeline."""
+
+    number: int
+    stages: list[Stage]
+    met: int
+    """Rounds that its model contained when it last left to meet the others."""
+    joined: bool = True
+
+
+class World:
+    """A run.
+
+    Args:
+        seed: draws the history.
+        config: the policy's values.
+        stages: number of stages.
+        one: whether the outcome of the last round alone can be handed over; else all of a model is.
+        beats: whether a worker tells that it has an outcome before it is ready again.
+    """
+
+    def __init__(self, seed: int, config: PolicyConfig, stages: int, one: bool, beats: bool = True) -> None:
+        self.rng, self.config, self.stages, self.one, self.beats = random.Random(seed), config, stages, one, beats
+        self.pipelines = self.rng.randint(2, 4)
+        self.policy: Policy = config.make_policy(stages, self.pipelines)
+        self.counts: Counter[str] = Counter()
+        self.faults, self.now, self.starts, self.next_sequence = 0.1, 0.0, 0, 0
+        self.there: dict[int, Start] = {}
+        for pipeline in range(self.pipelines):
+            self.come(pipeline, [[] for _ in range(stages)], met=0)
+
+    def run(self, steps: int, calm: int) -> None:
+        """Run with faults, and then without: all must make some more rounds."""
+        for _ in range(steps):
+            self.step()
+        self.faults, before = 0.0, self.rounds()
+        for _ in range(calm):
+            self.step()
+        if self.rounds() < before + 3:
+            raise Violation(f"it stands: {[(s.worker, s.ready, s.group) for s in self.workers()]}")
+
+    def rounds(self) -> int:
+        return min(len(stage.model) for stage in self.workers())
+
+    def workers(self) -> list[Stage]:
+        return [stage for start in self.there.values() for stage in start.stages]
+
+    def step(self) -> None:
+        self.now += 1.0
+        start = self.rng.choice(list(self.there.values()))
+        if self.rng.random() < self.faults * 0.3:
+            self.fault(start)
+        elif self.beats and self.rng.random() < 0.2:
+            stage = self.rng.choice(start.stages)
+            self.tell(Contains(stage.worker, len(stage.model)))
+        elif start.joined:
+            self.go_on(start, self.rng.choice(start.stages))
+        elif not any(other.joined for other in self.there.values()):  # all met
+            for other in self.there.values():
+                other.joined = True
+                self.tell(*(Joined(stage.worker) for stage in other.stages))
+        self.check()
+
+    def go_on(self, start: Start, stage: Stage) -> None:
+        if stage.ready and not self.one and self.rng.random() < 0.3:  # it trains on
+            self.tell(Progress(stage.worker, stage.turn, 1, 1.0, 0.0))
+        elif stage.group is not None:
+            self.exchange(start, stage, stage.group)
+        elif not stage.ready and stage.turn == min(each.turn for each in start.stages):
+            if self.between_turns(start) and self.leaves(start):
+                self.leave(start)
+                return
+            if stage.worker.stage == 0:
+                self.tell(Progress(stage.worker, stage.turn, 1, 1.0, 0.0))
+            self.say_ready(stage)
+
+    def say_ready(self, stage: Stage) -> None:
+        stage.ready, stage.group, stage.number = True, None, stage.number + 1
+        self.tell(Ready(stage.worker, stage.number, len(stage.model)))
+
+    def exchange(self, start: Start, stage: Stage, group: Group) -> None:
+        source = group.source
+        others = [self.at(worker) for worker in group.members if worker != stage.worker]
+        if source is None:
+            breaks = any(other is None or group.sequence not in other.began for other in others)
+            if group.sequence not in stage.began:
+                stage.began.add(group.sequence)
+                return
+            if breaks and not any(other is None or self.lost(other, group) for other in others):
+                return  # it waits for one that has yet to begin
+            if breaks or self.rng.random() < self.faults:
+                self.counts["broken"] += len(others) > 0
+                self.say_ready(stage)
+            else:
+                self.ends(stage, tuple(self.number(worker) for worker in group.members))
+                self.counts["rounds"] += 1
+            return
+        giver = self.at(source)
+        if giver is None or self.rng.random() < self.faults:
+            self.counts["not handed"] += 1
+            stage.refused.clear()
+            self.say_ready(stage)
+            return
+        missed = giver.model[len(stage.model) :]
+        if self.one and giver.kept != len(giver.model):
+            self.counts["refused"] += 1
+            if source.pipeline in stage.refused:
+                self.counts["fell behind"] += 1
+                self.die(start)
+            else:
+                stage.refused.add(source.pipeline)
+                self.say_ready(stage)
+            return
+        if self.one and len(missed) != 1:
+            raise Violation(f"{stage.worker} fell behind by {len(missed)} rounds")
+        self.counts["handed"] += 1
+        stage.model += missed[:-1]
+        self.ends(stage, missed[-1])
+
+    def lost(self, stage: Stage, group: Group) -> bool:
+        """Whether that member has never begun it, and will not."""
+        return group.sequence not in stage.began and (stage.group is None or stage.group.sequence != group.sequence)
+
+    def ends(self, stage: Stage, outcome: tuple[int, ...]) -> None:
+        stage.model = [*stage.model, outcome]
+        stage.group, stage.turn, stage.kept, stage.refused = None, stage.turn + 1, len(stage.model), set()
+
+    def at(self, worker: Worker) -> Stage | None:
+        start = self.there.get(worker.pipeline)
+        return None if start is None else start.stages[worker.stage]
+
+    def number(self, worker: Worker) -> int:
+        return self.there[worker.pipeline].number
+
+    # ------------------------------------------------------------ coming and going
+
+    def come(self, pipeline: int, models: list[Model], met: int) -> None:
+        self.starts += 1
+        stages = [Stage(Worker(j, pipeline), list(model)) for j, model in enumerate(models)]
+        self.there[pipeline] = Start(self.starts, stages, met)
+        self.tell(*(Joined(stage.worker) for stage in stages))
+
+    def leaves(self, start: Start) -> bool:
+        """Whether it is to meet the others: after the same rounds, if it must not miss any."""
+        made = len(start.stages[0].model)
+        if self.one:
+            return made % EVERY == 0 and made > start.met
+        return self.rng.random() < 0.05 if self.faults else not all(each.joined for each in self.there.values())
+
+    def leave(self, start: Start) -> None:
+        """For a meeting of all; what it has is said before."""
+        self.counts["left"] += 1
+        start.joined, start.met = False, len(start.stages[0].model)
+        for stage in start.stages:
+            self.tell(Contains(stage.worker, len(stage.model)), Left(stage.worker))
+
+    def fault(self, start: Start) -> None:
+        kind = self.rng.choice(["dies", "comes", "comes", "restart"])
+        gone = set(range(self.pipelines)) - self.there.keys()
+        if kind == "dies" and len(self.there) > 1:
+            self.counts["deaths"] += 1
+            self.die(start)
+        elif kind == "comes" and gone and start.joined and self.between_turns(start):
+            self.counts["came"] += 1
+            self.come(min(gone), [stage.model for stage in start.stages], start.met)
+        elif kind == "restart" and self.beats:
+            self.counts["restarts"] += 1
+            self.policy = self.config.make_policy(self.stages, self.pipelines)
+            self.tell(Restarted(self.next_sequence))
+            for stage in self.workers():
+                if self.there[stage.worker.pipeline].joined:
+                    self.tell(Joined(stage.worker, None if stage.number < 0 else stage.number - stage.ready))
+            for stage in self.workers():
+                self.tell(Contains(stage.worker, len(stage.model)))
+            for stage in self.workers():
+                if stage.ready:
+                    self.tell(Ready(stage.worker, stage.number, len(stage.model)))
+
+    def die(self, start: Start) -> None:
+        del self.there[start.stages[0].worker.pipeline]
+        self.tell(*((Lost if start.joined else Vanished)(stage.worker) for stage in start.stages))
+
+    def between_turns(self, start: Start) -> bool:
+        return len({(s.turn, len(s.model), s.ready, s.group is None) for s in start.stages}) == 1 and not (
+            start.stages[0].ready or start.stages[0].group
+        )
+
+    # -------------------------------------------------------------------- inside
+
+    def tell(self, *events: Event) -> None:
+        for event in events:
+            for group in self.policy.on(event, self.now):
+                self.next_sequence = group.sequence + 1
+                for worker in group.members:
+                    stage = self.at(worker)
+                    if worker not in group.passive and stage is not None:
+                        assert stage.ready
+                        stage.ready, stage.group = False, group
+
+    def check(self) -> None:
+        """The models of a stage are the same rounds, of which some may lack the last ones."""
+        for number in range(self.stages):
+            models = sorted((start.stages[number].model for start in self.there.values()), key=len)
+            for shorter, longer in pairwise(models):
+                if longer[: len(shorter)] != shorter:
+                    raise Violation(f"stage {number} has {shorter[-2:]} and {longer[-2:]} after {len(shorter)} rounds")
