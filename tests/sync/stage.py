@@ -20,7 +20,7 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Group
-from lightning_sdpipe.policies.events import Event, Joined, Left, Ready, Tick, Worker
+from lightning_sdpipe.policies.events import Contains, Event, Joined, Left, Ready, Tick, Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, FreeAveraging
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
@@ -114,8 +114,11 @@ class Client:
     def withdraw(self) -> Group | None:
         return self._office.withdraw(self._worker)
 
-    def ready(self, iteration: int, base: int | None = None) -> None:
-        self._office.tell(Ready(self._worker, iteration, base))
+    def ready(self, iteration: int, contains: int | None = None) -> None:
+        self._office.tell(Ready(self._worker, iteration, contains))
+
+    def contains(self, rounds: int) -> None:
+        self._office.tell(Contains(self._worker, rounds))
 
     def group(self) -> Group:
         return self._office.answer(self._worker.pipeline)

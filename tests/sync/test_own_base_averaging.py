@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync import DiLoCo, outer_averaging
 from lightning_sdpipe.sync.capabilities import Combination
 from lightning_sdpipe.sync.methods import check
@@ -74,7 +76,7 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
         assert not torch.equal(parameter, before)
         torch.testing.assert_close(parameter.detach(), given["pieces"][0], rtol=0, atol=0)
         found = newcomer.handover()
-        assert found["base"] == given["base"] == 0
+        assert found["base"] == given["base"] == 1
         assert all(torch.equal(a, b) for a, b in zip(found["pieces"], given["pieces"], strict=True))
         assert torch.equal(
             newcomer.parameter_states()[parameter][outer_averaging.MOMENTUM],
@@ -83,10 +85,40 @@ def test_a_newcomer_begins_with_the_base_of_its_donor(stage: Stage) -> None:
         other = method.build(sync.replica)
         other.take(early)
         other.start()
-        assert other.handover()["base"] == -1
+        assert other.handover()["base"] == 0
         rendezvous.pause(position=EVERY + 1)
 
     stage.run(method, Exchange(), equal, train)
+
+
+@pytest.mark.parametrize("exchange", [Exchange(), Exchange(overlap="step")], ids=str)
+def test_one_that_has_rested_gets_the_base_that_it_has_missed_and_keeps_its_training(
+    stage: Stage, exchange: Exchange
+) -> None:
+    """Without that it trains from an old base, and what it has moved by is wrong in the next round."""
+    rested, back = threading.Barrier(N), threading.Barrier(N)
+    groups: list[Group] = []
+
+    def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
+        rendezvous.join()
+        for number in range(7):
+            sync.weigh(1.0)
+            update(pipeline, parameter, sync, range(number, number + 1))
+            if number == 2 and pipeline == 2:
+                rendezvous.rest()
+            if number == 2:
+                rested.wait()
+            if number == 4 and pipeline != 2:
+                back.wait()
+            if number == 2 and pipeline == 2:
+                back.wait()
+                rendezvous.rejoin()
+        rendezvous.pause(position=7)
+        return parameter.detach().clone()
+
+    found = stage.run(DiLoCo(EVERY, LR, MOMENTUM, weights="samples"), exchange, equal, train, groups=groups)
+    assert all(torch.equal(outcome, found[0]) for outcome in found)
+    assert any(group.source is not None for group in groups)
 
 
 @pytest.mark.parametrize(
