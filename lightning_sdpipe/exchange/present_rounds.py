@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import MustEndError, WorkerFailedError
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.buckets import as_real
 from lightning_sdpipe.exchange.collectives import SumInPlace
@@ -167,16 +167,13 @@ class PresentRounds(GradientRounds):
         does not keep it.
 
         Raises:
-            MustEndError: the source has that of another round.
             WorkerFailedError: the source is gone.
         """
         assert group.source is not None
         start, source, sequence = time.perf_counter(), group.source.pipeline, torch.tensor([-1])
         transfers.begin({}, {source: sequence}, replicas, tag_of(group)).wait()
-        if sequence < 0:
-            return None
         if lacking is None or int(sequence) != lacking.sequence:
-            raise MustEndError(self._own.pipeline, f"it lacks rounds before that of group {int(sequence)}")
+            return None
         flags = torch.empty(_SAID * len(lacking.members) + len(self._parameters), dtype=torch.float64)
         tensors = [*(torch.empty_like(flat) for flat in self._flats), flags]
         for piece in pieces_of([as_real(tensor) for tensor in tensors]):

@@ -5,7 +5,6 @@ With models it is the synchronous baseline, and the limit T = ∞ of the semi-de
 
 from __future__ import annotations
 
-from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.rounds_of_all import RoundsOfAll
@@ -32,13 +31,5 @@ class AllPresent(PolicyConfig, frozen=True):
     def keeps_equal(self) -> bool:
         return True
 
-    def make_policy(self, num_stages: int, num_pipelines: int) -> AllPresentPolicy:
-        return AllPresentPolicy(num_stages, num_pipelines)
-
-
-class AllPresentPolicy(RoundsOfAll):
-    """A group goes out when all active workers of its stage wait. No stage follows another: the stages of a pipeline
-    take part from the same round on, and a stage that went on alone would have a different model."""
-
-    def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
-        return [self.participants.group(stage, list(self.participants.waiting[stage]), why)]
+    def make_policy(self, num_stages: int, num_pipelines: int) -> RoundsOfAll:
+        return RoundsOfAll(num_stages, num_pipelines)

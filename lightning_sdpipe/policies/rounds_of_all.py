@@ -31,9 +31,9 @@ class RoundsOfAll(GroupPolicy):
         self._handed = 0
 
     def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
-        """Let the round of ``stage`` go out, all of whose active workers wait and have the same rounds, or wait for
-        more."""
-        raise NotImplementedError(f"{type(self).__name__} must say in round_is_due which round goes out")
+        """Let the round of ``stage`` go out, all of whose active workers wait and have the same rounds. No stage follows
+        another: a stage that went on alone would have a different model."""
+        return [self.participants.group(stage, list(self.participants.waiting[stage]), why)]
 
     def newest(self, stage: int) -> int:
         """Return the most rounds that the model of a worker of ``stage`` contains."""

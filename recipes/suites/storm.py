@@ -72,6 +72,10 @@ class Storm(elastic_world.World):
             self.strikes(kind, faults, 60.0)
         self.counts()
 
+    @property
+    def _together(self) -> bool:
+        return isinstance(self.config, AllPresent | OuterRounds)
+
     def draw(self, pairs: bool) -> None:
         self.silence, self.pace = self._silence, (0.9 * self._seconds, 1.1 * self._seconds)
         self.glance, self.starts_after = (0.4, 0.6), IMPORTS
@@ -106,37 +110,29 @@ class Storm(elastic_world.World):
 
     def stands(self, process: Process) -> None:
         """Be ready for a round of DiLoCo, and train on."""
-        start = process.incarnation
-
-        def named(answer: Any) -> None:
-            self._named[start] = answer.group
-
-        self.is_ready(process, named)
+        self.is_ready(process, lambda answer: self._named.update({process.incarnation: answer.group}))
 
     def is_ready(self, process: Process, then: Callable[[Any], None]) -> None:
-        """Say so, and what the model contains."""
-        self.ask_session(process, then, m.Ready, process.iteration, self._contains[process.incarnation])
+        """Say so, and what the model contains, where that is counted."""
+        contains = self._contains[process.incarnation] if self._together else None
+        self.ask_session(process, then, m.Ready, process.iteration, contains)
 
     def turn(self, process: Process) -> None:
         if not isinstance(self.config, OuterRounds):
-            if isinstance(self.config, AllPresent):
-                self.is_ready(process, lambda answer: self.exchange(process, answer.group))
-            else:
-                super().turn(process)
+            self.is_ready(process, lambda answer: self.exchange(process, answer.group))
             return
         us = (round(self._seconds * 1e6), *(0,) * (len(PHASES) - 1))
         process.talk.rows.add(process.iteration, MeterRow(us, 0, self.nanoseconds(), follows=process.turns > 1))
         if process.update + 1 - self._kept_at[process.incarnation][1] >= (self.config.every or 0):
             process.talk.beat_soon()  # the round may be due
         group = self._named.pop(process.incarnation, None)
-        if group is None:
-            self.stepped(process)
-        elif group.source is None:
+        if group is not None and group.source is None:
             self.exchange(process, group)
-        else:
+            return
+        if group is not None and group.source is not None:
             self.contain(process, self._contains[self.newest[group.source.pipeline].incarnation])
             self.stands(process)
-            self.stepped(process)
+        self.stepped(process)
 
     def contain(self, process: Process, rounds: int) -> None:
         self._contains[process.incarnation] = process.talk.contains = rounds
@@ -191,15 +187,15 @@ class Storm(elastic_world.World):
         super().exchanged(process, group)
 
     def exchange_ends(self, process: Process) -> None:
-        group, together = process.group, isinstance(self.config, AllPresent | OuterRounds)
-        if group is not None and together and process.has_result is False:
+        group = process.group
+        if group is not None and self._together and process.has_result is False:
             process.iteration += 1
             self.is_ready(process, lambda answer: self.again(process, group, answer.group))
             return
         if group is not None:
             if process.has_result and len(group.members) > 1:
                 self.keep(process, group)
-            if together and process.has_result:
+            if self._together and process.has_result:
                 self.contain(process, self._contains[process.incarnation] + 1)
             if isinstance(self.config, OuterRounds):
                 self.stands(process)

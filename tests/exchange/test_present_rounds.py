@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.errors import MustEndError, WorkerFailedError
+from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.collectives import SumInPlace
 from lightning_sdpipe.exchange.moving import tag_of
@@ -170,9 +170,8 @@ def test_another_round_than_the_one_that_is_lacking_is_not_taken_over(crew: Crew
             made.hand_over(given(0, 1), replicas)
             transfers.begin({1: torch.tensor([4])}, {}, replicas, tag_of(given(0, 1))).wait()
         else:
-            assert made.take_over(group(0, 1), given(0, 1), replicas) is None
-            with pytest.raises(MustEndError, match="it lacks rounds before that of group 4"):
-                made.take_over(group(0, 1), given(0, 1), replicas)
+            for _ in range(2):
+                assert made.take_over(group(0, 1), given(0, 1), replicas) is None
 
     together(2, work)
 

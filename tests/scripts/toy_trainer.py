@@ -53,8 +53,7 @@ def main(updates: int) -> None:
     client.join()
     while done < updates:
         client.ready(done)
-        group = client.group()
-        client.completed(group.sequence)
+        client.group()
         done += 1
         for transfer in client.donations:
             client.snapshot_taken(transfer, done)
