@@ -38,11 +38,11 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 38_240,
+    "code lines of the package": 37_850,
     "code lines of recipes, without baselines and tools": 7_385,
     "code lines of tests": 41_300,
     "statements that raise something": 547,
-    "types of messages, events, decisions and effects": 82,
+    "types of messages, events, decisions and effects": 78,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""
 

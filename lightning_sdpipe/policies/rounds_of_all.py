@@ -31,7 +31,7 @@ class RoundsOfAll(GroupPolicy):
         self._handed = 0
 
     def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
-        """Let the round of ``stage`` go out, all of whose active workers wait and have the same rounds. No stage follows
+        """Let the round of ``stage`` go out, whose active workers all wait and have the same rounds. No stage follows
         another: a stage that went on alone would have a different model."""
         return [self.participants.group(stage, list(self.participants.waiting[stage]), why)]
 

@@ -25,7 +25,6 @@ from lightning_sdpipe.policies import Group, PolicyConfig
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.conversation import Effect
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from recipes.suites.grid import Goal, Ratios, Row, ratios
 from recipes.tools import elastic_world
@@ -58,6 +57,7 @@ class Storm(elastic_world.World):
         self.newest: dict[int, Process] = {}
         self.killed: dict[int, float] = {}
         self.back, self.gaps = list[float](), list[float]()
+        self._together = isinstance(config, AllPresent | OuterRounds)
         self._contains: defaultdict[int, int] = defaultdict(int)
         """Number of rounds in the model of each start."""
         self._copied: dict[tuple[int, str], int] = {}
@@ -71,10 +71,6 @@ class Storm(elastic_world.World):
         for kind in kinds:
             self.strikes(kind, faults, 60.0)
         self.counts()
-
-    @property
-    def _together(self) -> bool:
-        return isinstance(self.config, AllPresent | OuterRounds)
 
     def draw(self, pairs: bool) -> None:
         self.silence, self.pace = self._silence, (0.9 * self._seconds, 1.1 * self._seconds)
@@ -136,10 +132,6 @@ class Storm(elastic_world.World):
 
     def contain(self, process: Process, rounds: int) -> None:
         self._contains[process.incarnation] = process.talk.contains = rounds
-
-    def carry_out(self, process: Process, effect: Effect) -> None:
-        if not (isinstance(effect, m.Invitation) and effect.group.source is not None):  # else it only gives
-            super().carry_out(process, effect)
 
     def obey(self, process: Process, command: Command) -> None:
         super().obey(process, command)

@@ -364,8 +364,10 @@ class World:
             case c.Connect(nonce=nonce):
                 process.nonce = nonce
                 process.talk.lifeline(there=True)
-            case m.Invitation(group=group):
+            case m.Invitation(group=group) if group.source is None:
                 self.begin_pair(process, group, lambda: None)
+            case m.Invitation():
+                pass  # it only gives
             case e.End(reason=reason, run=run):
                 assert not run or self.finishes_after is not None, reason
                 self.die(process, f"it must end: {reason}")
