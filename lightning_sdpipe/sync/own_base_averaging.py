@@ -289,7 +289,8 @@ class OwnBaseAveraging(OuterAveraging):
             with labelled("group"):
                 group = self.replica.client.group()
             if group.source is None:
-                self._run(sent or self._whole.tensors, group)
+                with torch.no_grad():
+                    self._run(sent or self._whole.tensors, group)
             else:
                 self._came = self._handed_over(group)
         self._came = None

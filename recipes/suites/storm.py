@@ -138,8 +138,7 @@ class Storm(elastic_world.World):
         self._copied[process.incarnation, command.text] = self._contains[process.incarnation]
 
     def copied(self, process: Process, receive: Receive) -> None:
-        giver = self.newest[receive.donor].incarnation
-        self.contain(process, self._copied.get((giver, receive.transfer), 0))
+        self.contain(process, self._copied.get((self.newest[receive.donor].incarnation, receive.transfer), 0))
         super().copied(process, receive)
 
     def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
@@ -179,8 +178,7 @@ class Storm(elastic_world.World):
         super().exchanged(process, group)
 
     def exchange_ends(self, process: Process) -> None:
-        group = process.group
-        if group is not None and self._together and process.has_result is False:
+        if (group := process.group) is not None and self._together and process.has_result is False:
             process.iteration += 1
             self.is_ready(process, lambda answer: self.again(process, group, answer.group))
             return
