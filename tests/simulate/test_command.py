@@ -54,7 +54,7 @@ def test_it_knows_the_conditions(heterogeneity: str, capsys: pytest.CaptureFixtu
     [
         (["--policy", "no_such"], "no policy 'no_such'"),
         (["--set", "window=-1"], "window=-1"),
-        (["--schedule", "zero_bubble"], "not simulated"),
+        (["--schedule", "zero_bubble"], "schedule='zero_bubble' is not allowed"),
         (["--speeds", "1,1,1"], "one for each stage of each pipeline: like 1,1/1,1/1,1 here"),
         (["--speeds", "1,1/1,1/1,0"], "--speeds are above 0"),
         (["--stages", "1,2", "--pipelines", "2", "--speeds", "1/1"], "like 1/1,1 here"),
