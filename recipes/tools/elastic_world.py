@@ -23,7 +23,7 @@ from typing import Any
 
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Published, Receive
+from lightning_sdpipe.membership.members import Epoch, Exchanging, MemberDecision, Met, Published, Receive, Started
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
@@ -115,8 +115,9 @@ class World:
         self.tell = tell
         self.late = late
         """How often a stage copies its state a turn later than it was told."""
-        self.run_number = 0
-        """Of the run that those which started together have begun."""
+        self.runs: dict[int, tuple[int, str]] = {}
+        """Of each start that began together with others: the run, numbered over all schedulers, and the checkpoint
+        with which that began, if there was one."""
         self.commands: dict[tuple[int, int], list[Command]] = defaultdict(list)
         """What stage 0 of each job has said before each of its turns."""
         self.trained: dict[Segment, set[tuple[int, int]]] = defaultdict(set)
@@ -206,9 +207,14 @@ class World:
         self.service.members.on_decided = self.decided
         self.tell("the scheduler starts")
 
-    def decided(self, now: float, event: object, decisions: object) -> None:
+    def decided(self, now: float, event: object, decisions: list[MemberDecision]) -> None:
         if isinstance(event, Published):
             self.checkpoint = event
+        starts = [d for d in decisions if isinstance(d, Started) and d.fresh]
+        begun = {i.incarnation for d in starts for i in d.epoch.members if i.pipeline == d.pipeline}
+        if not begun <= self.runs.keys():  # else one of them is told again
+            run = 1 + max((number for number, _ in self.runs.values()), default=0)
+            self.runs |= dict.fromkeys(begun, (run, "" if self.checkpoint is None else self.checkpoint.path))
 
     def kill_scheduler(self, away: float) -> None:
         self.tell(f"the scheduler is killed, and away for {away:.2f} s")
@@ -288,8 +294,6 @@ class World:
             assert "no checkpoint was written" in str(self.service.failure)
             raise NobodyLeft
         self.validate()
-        if " start " in (epoch := self.service.members.membership.epoch).reason:
-            self.run_number = epoch.number
         for peer, reply in replies:
             self.after(self.rng.uniform(0.0005, 0.02), lambda p=peer, r=reply: self.reach(p, r))  # type: ignore[misc]
 
@@ -406,10 +410,9 @@ class World:
         if not (begins or process.segment.stop):
             self.die(process, "it has no state, and the scheduler takes it for a member")
             return
-        if begins and not reply.checkpoint:
-            self.check_that_nothing_is_lost(process)
         if begins:
-            process.update, process.segment = 0, Segment(self.run_number, 0, 0, self.batches)
+            self.check_that_nothing_is_lost(process, reply.checkpoint)
+            process.update, process.segment = 0, Segment(self.runs[process.incarnation][0], 0, 0, self.batches)
         else:
             states = {(p.update, p.segment) for p in self.job(process) if p.state == "receiving"}
             assert len(states) == 1, f"a state of several updates was given: {states}"
@@ -417,11 +420,14 @@ class World:
         self.set_state(process, "joining")
         self.join(process)
 
-    def check_that_nothing_is_lost(self, newcomer: Process) -> None:
-        """It begins with what its script has made of the model: nothing that has been trained may be left."""
-        left = [p for p in self.processes if p.update and p.segment.run != self.run_number and not p.dead]
-        assert not left, f"{newcomer.worker} begins anew, and {left[0].worker} has made {left[0].update} updates"
-        assert self.checkpoint is None, f"{newcomer.worker} begins anew, and there is {self.checkpoint}"
+    def check_that_nothing_is_lost(self, newcomer: Process, checkpoint: str) -> None:
+        """It begins as its run did, however late it hears so. Without a checkpoint that is with what its script has
+        made of the model: nothing may be left of an earlier run."""
+        run, began_with = self.runs[newcomer.incarnation]
+        assert checkpoint == began_with, f"{newcomer.worker} begins with {checkpoint!r}, its run with {began_with!r}"
+        if not checkpoint:
+            left = [p for p in self.processes if p.update and p.segment.run < run and not p.dead]
+            assert not left, f"{newcomer.worker} begins anew, and {left[0].worker} has made {left[0].update} updates"
 
     def copied(self, process: Process, receive: Receive) -> None:
         if process.dead:
@@ -443,7 +449,7 @@ class World:
 
     def joined(self, process: Process) -> None:
         if process.update:
-            process.talk.tell(e.Publish, "checkpoint", process.update, True)
+            process.talk.tell(e.Publish, f"{process.segment.run}-{process.update}.ckpt", process.update, True)
         self.set_state(process, "training")
         self.after(self.rng.uniform(0.02, 0.1), lambda: self.ready(process))
 

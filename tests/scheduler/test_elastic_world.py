@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lightning_sdpipe.membership.run_state import Ending
 from recipes.tools.elastic_world import World, live_through
 
 LONG = settings.default.max_examples >= 10_000
@@ -20,8 +21,22 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @settings(max_examples=HISTORIES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8))
 @example(794046052, 3)  # the last donor and the scheduler are lost before a newcomer hears that it begins anew
+@example(1046, 4)  # one of those that begin together hears so when another has written a checkpoint
 def test_everybody_trains_again_after_any_faults(seed: int, faults: int) -> None:
     live_through(seed, faults)
+
+
+def test_pipelines_that_begin_anew_although_there_is_a_checkpoint_are_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Ending, "resume", lambda self: "")
+    world = World(3)
+    world.run(12.0)
+    assert world.checkpoint is not None
+    for process in [*world.processes]:
+        world.die(process, "killed", alone=True)
+    with pytest.raises(AssertionError, match=r"begins with '', its run with '1-\d+\.ckpt'"):
+        world.run(40.0)
 
 
 @pytest.mark.parametrize("seed", range(5, 10))
