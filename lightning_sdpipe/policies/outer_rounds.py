@@ -52,8 +52,11 @@ class OuterRoundsPolicy(RoundsOfAll):
         """Number of rounds that have begun, as far as is known."""
 
     def worker_contains(self, worker: Worker, rounds: int) -> list[Decision]:
-        self._begun = max(self._begun, rounds)
-        return super().worker_contains(worker, rounds)
+        rises, self._begun = rounds > self._begun, max(self._begun, rounds)
+        groups = super().worker_contains(worker, rounds)
+        for stage in range(self.participants.num_stages) if rises else ():  # one that lacks that round can make it
+            groups += self.advance(stage, Reason.EVERYBODY_CAME)
+        return groups
 
     def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
         if progress.worker.stage == 0:  # all stages make the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_sdpipe.policies import Group, Joined, Left, Lost, Progress, Ready, Restarted, Worker
+from lightning_sdpipe.policies.events import Contains
 from lightning_sdpipe.policies.outer_rounds import OuterRounds, OuterRoundsPolicy
 from tests.policies.scripted import brief, join_all
 
@@ -28,7 +29,7 @@ def test_where_all_are_waited_for_the_last_one_lets_them_go_and_one_that_was_awa
     rounds.on(Joined(Worker(0, 3)), 3.0)
     assert [ready(rounds, pipeline, 8, 1, 4.0) for pipeline in range(3)] == [[], [], []]
     (given,) = ready(rounds, 3, 8, 0, 5.0)
-    assert (brief([given]), given.source) == ([(0, (0, 3), "handed over")], Worker(0, 0))
+    assert (brief([given]), given.source) == ([(0, (2, 3), "handed over")], Worker(0, 2))
     assert brief(ready(rounds, 3, 9, 1, 6.0)) == [(0, (0, 1, 2, 3), WHY)]
 
 
@@ -65,6 +66,12 @@ def test_after_a_restart_a_round_that_may_have_broken_off_is_due() -> None:
     assert ready(rounds, 0, 4, 3, 1.0) == []
     assert brief(ready(rounds, 1, 4, 3, 1.0)) == [(0, (0, 1), WHY)]
     assert [ready(rounds, pipeline, 5, 4, 2.0) for pipeline in (0, 1)] == [[], []]
+
+
+def test_after_a_restart_a_stage_that_lacks_a_round_makes_it_when_another_one_tells_of_it() -> None:
+    rounds = policy(2, stages=2, every=100)
+    assert [ready(rounds, pipeline, 4, 3, 1.0, 1) for pipeline in (0, 1)] == [[], []]
+    assert brief(rounds.on(Contains(Worker(0, 0), 4), 2.0)) == [(1, (0, 1), WHY)]
 
 
 def test_those_that_rest_hand_the_newest_base_over_unless_they_are_lost() -> None:
