@@ -4,9 +4,9 @@ An exchange that breaks off may have ended for some of its members. Each says wi
 model contains, so nothing is asked, and nothing remembered:
 
 1. *Handed over.* If one that is there has a round that others lack, they get its outcome from that one, bit for bit, in
-   an ordinary group of it and them in which it has all of the weight. It may train on meanwhile, or have left. Then all
-   say again what they have. If it cannot (a newcomer has the rounds of its donor, but not their outcomes), another one
-   is next.
+   an ordinary group of two in which it has all of the weight. It may train on meanwhile, or have left. Then all say
+   again what they have. If it cannot (a newcomer has the rounds of its donor, but not their outcomes), another one is
+   next.
 2. *Made again.* If none of those that are left has it, all of them say that they are ready for it, and make it again.
 
 A worker that has the outcome of a round may wait for another stage of its pipeline, which lacks it, before it can be
@@ -28,7 +28,6 @@ class RoundsOfAll(GroupPolicy):
         self.contains: list[dict[int, int]] = [{} for _ in range(num_stages)]
         """Number of rounds that the model of each worker contains at least, by stage and pipeline, as long as its
         process is there."""
-        self._handed = 0
 
     def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
         """Let the round of ``stage`` go out, whose active workers all wait and have the same rounds. No stage follows
@@ -61,9 +60,12 @@ class RoundsOfAll(GroupPolicy):
         """Let go out what those that wait need."""
         known, newest, waiting = self.contains[stage], self.newest(stage), self.participants.waiting[stage]
         behind = [pipeline for pipeline in waiting if known.get(pipeline, newest) < newest]
+        sources = sorted(pipeline for pipeline, rounds in known.items() if rounds == newest)
         if behind:
-            sources = sorted(pipeline for pipeline, rounds in known.items() if rounds == newest)
-            source, self._handed = sources[self._handed % len(sources)], self._handed + 1
-            weights = [0.0] * len(behind) + [1.0]
-            return [self.participants.group(stage, behind, Reason.HANDED_OVER, weights=weights, passive=[source])]
+            # By its iterations, which count the attempts, each asks all in turn, even if the scheduler is started again.
+            of = {pipeline: sources[waiting[pipeline] % len(sources)] for pipeline in behind}
+            return [
+                self.participants.group(stage, [pipeline], Reason.HANDED_OVER, weights=[0.0, 1.0], passive=[source])
+                for pipeline, source in of.items()
+            ]
         return self.round_is_due(stage, why) if self.participants.all_wait(stage) else []

@@ -68,7 +68,7 @@ class PresentAveraging(Synchronizer):
         self._rounds = 0  # whose outcome is in the model; equal on all that are up to date
         self._number = -1  # of the last ready
         self._lacking: Group | None = None  # the last round, as long as this worker lacks its outcome
-        self._refused: set[int] = set()  # pipelines that could not hand it over
+        self._refused = 0  # times in a row that another one could not hand it over
         self._waits = False
         self._thread = 0
         self._came: Round | None = None
@@ -163,8 +163,7 @@ class PresentAveraging(Synchronizer):
         self._client.ready(self._number, self._rounds)
 
     def _contain(self, rounds: int) -> None:
-        self._rounds, self._lacking = rounds, None
-        self._refused.clear()
+        self._rounds, self._lacking, self._refused = rounds, None, 0
         self._client.contains(rounds)
 
     def _wait(self) -> Round:
@@ -209,12 +208,12 @@ class PresentAveraging(Synchronizer):
                     self._begin(group)
                 outcome = self.buckets.outcome()
             else:
-                outcome = self._handed_over(group, group.source.pipeline)
+                outcome = self._handed_over(group)
         except MustEndError:
             raise
         except WorkerFailedError as error:
             log.info("group %d has broken off: %s", group.sequence, str(error).splitlines()[0])
-            self._refused.clear()  # of one that has it, perhaps
+            self._refused = 0  # it has it, perhaps
             if self.buckets.begun or group.source is not None:
                 self._epochs.give_up(group)
         if outcome is None:
@@ -225,13 +224,13 @@ class PresentAveraging(Synchronizer):
             self._say_ready()
         return outcome
 
-    def _handed_over(self, group: Group, source: int) -> Round | None:
-        """Return the outcome that ``source`` hands over in ``group``; None if it cannot."""
+    def _handed_over(self, group: Group) -> Round | None:
+        """Return the outcome that is handed over in ``group``; None if its source cannot."""
         self._epochs.use(group)
         outcome = self.buckets.take_over(self._lacking, group, self._epochs.replicas(group))
-        if outcome is None and source in self._refused:
+        self._refused += 1
+        if outcome is None and self._refused > 2 * self._peers.count:  # each was asked, though some came meanwhile
             raise MustEndError(self.replica.pipeline, "it lacks a round that no other pipeline can hand over any more")
-        self._refused.add(source)
         return outcome
 
     def _look(self) -> None:

@@ -41,8 +41,10 @@ class Stage:
     """Groups in whose exchange it was."""
     number: int = -1
     """That of its last ready."""
-    refused: set[int] = field(default_factory=set)
-    """Pipelines that could not hand over what it lacks."""
+    refused: int = 0
+    """Times in a row that another one could not hand over what it lacks."""
+    told: int = -1
+    """Rounds that the scheduler knows to be in its model."""
 
 
 @dataclass(eq=False)
@@ -146,18 +148,21 @@ class World:
         giver = self.at(source)
         if giver is None or self.rng.random() < self.faults:
             self.counts["not handed"] += 1
-            stage.refused.clear()
+            stage.refused = 0
             self.say_ready(stage)
             return
         missed = giver.model[len(stage.model) :]
         if self.one and giver.kept != len(giver.model):
             self.counts["refused"] += 1
-            if source.pipeline in stage.refused:
-                self.counts["fell behind"] += 1
-                self.die(start)
-            else:
-                stage.refused.add(source.pipeline)
+            stage.refused += 1
+            if stage.refused <= 2 * len(self.there):
                 self.say_ready(stage)
+                return
+            others = [each.stages[stage.worker.stage] for each in self.there.values()]
+            if able := [each.worker for each in others if each.kept == len(each.model) > len(stage.model)]:
+                raise Violation(f"{stage.worker} falls behind, though {able} can hand over what it lacks")
+            self.counts["fell behind"] += 1
+            self.die(start)
             return
         if self.one and len(missed) != 1:
             raise Violation(f"{stage.worker} fell behind by {len(missed)} rounds")
@@ -171,7 +176,7 @@ class World:
 
     def ends(self, stage: Stage, outcome: tuple[int, ...]) -> None:
         stage.model = [*stage.model, outcome]
-        stage.group, stage.turn, stage.kept, stage.refused = None, stage.turn + 1, len(stage.model), set()
+        stage.group, stage.turn, stage.kept, stage.refused = None, stage.turn + 1, len(stage.model), 0
 
     def at(self, worker: Worker) -> Stage | None:
         start = self.there.get(worker.pipeline)
@@ -216,6 +221,7 @@ class World:
             self.policy = self.config.make_policy(self.stages, self.pipelines)
             self.tell(Restarted(self.next_sequence))
             for stage in self.workers():
+                stage.told = -1
                 if self.there[stage.worker.pipeline].joined:
                     self.tell(Joined(stage.worker, None if stage.number < 0 else stage.number - stage.ready))
             for stage in self.workers():
@@ -237,6 +243,13 @@ class World:
 
     def tell(self, *events: Event) -> None:
         for event in events:
+            if isinstance(event, Contains | Ready):
+                told = self.there[event.worker.pipeline].stages[event.worker.stage]
+                contains = event.rounds if isinstance(event, Contains) else event.contains
+                assert contains is not None
+                if isinstance(event, Contains) and contains <= told.told:
+                    continue  # the scheduler tells the policy of new ones only
+                told.told = max(told.told, contains)
             for group in self.policy.on(event, self.now):
                 self.next_sequence = group.sequence + 1
                 for worker in group.members:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sdpipe.policies import Joined, Ready, Worker
 from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.policies.events import Contains
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig
 from tests.policies.rounds import Violation, World
@@ -33,6 +36,22 @@ def test_such_histories_have_everything(config: PolicyConfig, one: bool) -> None
         happened += world.counts
     rare = {name: happened[name] for name in ("broken", "handed", "not handed", "deaths", "came", "left", "restarts")}
     assert all(rare.values()), rare
+
+
+def test_each_that_lacks_an_outcome_asks_all_that_have_its_round_in_turn() -> None:
+    """Newcomers have the round, but cannot hand its outcome over; that others ask, too, must not hide those that can."""
+    policy = AllPresent().make_policy(2, 4)
+    receivers = [Worker(stage, pipeline) for stage in (0, 1) for pipeline in (2, 3)]
+    for stage, pipeline in product((0, 1), range(4)):
+        policy.on(Joined(Worker(stage, pipeline)), 0.0)
+    for stage, pipeline in product((0, 1), range(2)):
+        policy.on(Contains(Worker(stage, pipeline), 1), 0.0)
+    asked: dict[Worker, set[Worker | None]] = {receiver: set() for receiver in receivers}
+    for iteration in (1, 2):
+        for receiver in receivers:
+            (given,) = policy.on(Ready(receiver, iteration, 0), 0.0)
+            asked[receiver].add(given.source)
+    assert asked == {each: {Worker(each.stage, pipeline) for pipeline in (0, 1)} for each in receivers}
 
 
 def test_stages_would_wait_for_each_other_if_heartbeats_told_nothing() -> None:

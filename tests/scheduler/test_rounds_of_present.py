@@ -39,8 +39,8 @@ class Process:
     """Groups in which it hands a mean over."""
     kept: int = -1
     """Rounds in its model after the last one whose mean it has got, not copied with a state."""
-    refused: set[int] = field(default_factory=set)
-    """Pipelines that could not hand over what it lacks."""
+    refused: int = 0
+    """Times in a row that another one could not hand over what it lacks."""
     begins: bool = False
     """It trains, from its first round or with the state of another one."""
     offer: Receive | None = None
@@ -225,17 +225,18 @@ class Rounds:
     def take(self, process: Process, given: Group, worker: Worker) -> None:
         source = self.newest(worker.pipeline)
         if source.dead or self.rng.random() < self.breaks:
-            process.refused.clear()
+            process.refused = 0
             self.break_off(process)
         elif given.sequence in source.handed:
             if source.kept == len(source.model) == len(process.model) + 1:
                 self.taken += 1
                 self.step(process, source.model[-1])
-            elif worker.pipeline in process.refused:  # nobody can
+                return
+            process.refused += 1
+            if process.refused > 2 * sum(p.begins and not p.dead for p in self.processes):  # none can
                 self.fell_behind += 1
                 self.die(process)
             else:
-                process.refused.add(worker.pipeline)
                 process.group = None
 
     def step(self, process: Process, mean: tuple[int, ...]) -> None:
@@ -243,7 +244,7 @@ class Rounds:
         process.model.append(mean)
         process.kept = process.talk.contains = len(process.model)
         process.group = None
-        process.refused.clear()
+        process.refused = 0
 
 
 @pytest.mark.parametrize(("breaks", "restarts"), [(0.0, 0.0), (0.1, 0.0), (0.3, 0.0), (0.0, 0.05), (0.1, 0.02)])
