@@ -62,7 +62,7 @@ class RoundsOfAll(GroupPolicy):
         behind = [pipeline for pipeline in waiting if known.get(pipeline, newest) < newest]
         sources = sorted(pipeline for pipeline, rounds in known.items() if rounds == newest)
         if behind:
-            # By its iterations, which count the attempts, each asks all in turn, even if the scheduler is started again.
+            # By its iterations, which count the attempts, each asks all in turn, even if the scheduler starts again.
             of = {pipeline: sources[waiting[pipeline] % len(sources)] for pipeline in behind}
             return [
                 self.participants.group(stage, [pipeline], Reason.HANDED_OVER, weights=[0.0, 1.0], passive=[source])

@@ -39,7 +39,7 @@ def test_such_histories_have_everything(config: PolicyConfig, one: bool) -> None
 
 
 def test_each_that_lacks_an_outcome_asks_all_that_have_its_round_in_turn() -> None:
-    """Newcomers have the round, but cannot hand its outcome over; that others ask, too, must not hide those that can."""
+    """Newcomers have the round, but cannot hand its outcome over; that others ask must not hide those that can."""
     policy = AllPresent().make_policy(2, 4)
     receivers = [Worker(stage, pipeline) for stage in (0, 1) for pipeline in (2, 3)]
     for stage, pipeline in product((0, 1), range(4)):
