@@ -38,13 +38,16 @@ class Reason(StrEnum):
     """The policy has the worker go on alone this time."""
     HANDED_OVER = "handed over"
     """Some members lack the outcome of the last round, and the passive one has it."""
+    MADE_AGAIN = "made again"
+    """A round broke off, and no worker that is left has its outcome."""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
     """Workers of one stage that average their models now.
 
     ``members`` is sorted. ``weights`` belong to the members in that order and add up to 1: each member's model becomes
-    the weighted sum of all members' models. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
+    the weighted sum of all members' models. ``sequence`` is unique in the run and increasing. ``reason`` is for people,
+    except that a round that is made again is one of its stage alone.
 
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
     before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they contribute contain

@@ -8,7 +8,9 @@ A round is due when all together have made ``every`` updates for each pipeline t
 ready as soon as they could be in it, and train on: fast ones make more updates than slow ones, and none waits.
 
 With several stages a round begins when all workers of all stages are ready, and one group goes out for each stage, of
-the same pipelines; so no stage waits for another one's round. If it breaks off on a stage, it is made again there.
+the same pipelines; so no stage waits for another one's round. If it breaks off on a stage, it is made again there, by
+those of its members that are left: others, which train on, get it handed over. If none is left there, its outcome is
+lost on that stage, and the next round of all is one more for each stage.
 """
 
 from __future__ import annotations
@@ -48,15 +50,19 @@ class OuterRoundsPolicy(RoundsOfAll):
         """Updates of all pipelines in a round."""
         self._made = 0
         """Updates since the last round."""
-        self._begun = 0
-        """Number of rounds that have begun, as far as is known."""
+        self._last: list[tuple[set[int] | None, int]] = [(set(), -1) for _ in range(num_stages)]
+        """Members of the last round, by stage, and number of rounds that they had; None if it is not known."""
 
     def worker_contains(self, worker: Worker, rounds: int) -> list[Decision]:
-        rises, self._begun = rounds > self._begun, max(self._begun, rounds)
-        groups = super().worker_contains(worker, rounds)
-        for stage in range(self.participants.num_stages) if rises else ():  # one that lacks that round can make it
-            groups += self.advance(stage, Reason.EVERYBODY_CAME)
-        return groups
+        found = super().worker_contains(worker, rounds)
+        for stage, (members, _) in enumerate(self._last):
+            if members is None and stage != worker.stage:  # what it has says that they lack the last round
+                found += self.advance(stage, Reason.EVERYBODY_CAME)
+        return found
+
+    def worker_vanished(self, worker: Worker) -> list[Decision]:
+        (self._last[worker.stage][0] or set()).discard(worker.pipeline)
+        return super().worker_vanished(worker)
 
     def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
         if progress.worker.stage == 0:  # all stages make the same
@@ -65,20 +71,34 @@ class OuterRoundsPolicy(RoundsOfAll):
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         self._made = self._due  # a round that has broken off may be waited for
+        self._last = [(None, -1) for _ in self._last]
         return []
 
     def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
         workers = self.participants
         stages = range(workers.num_stages)
-        if self.newest(stage) < self._begun:
-            stages = range(stage, stage + 1)
-        elif (
+        if again := self._lacks(stage):
+            return [self._round(stage, again, Reason.MADE_AGAIN)]
+        if (
             self._made < self._due
-            or any(self.newest(other) < self._begun for other in stages)
             or any(workers.waiting[other].keys() != workers.active[stage] for other in stages)
             or any(workers.active[other] != workers.active[stage] for other in stages)
+            or any(map(self._lacks, stages))
         ):
             return []
-        else:
-            self._begun, self._made = self._begun + 1, 0
-        return [workers.group(each, list(workers.waiting[each]), why) for each in stages]
+        self._made = 0
+        return [self._round(each, list(workers.waiting[each]), why) for each in stages]
+
+    def _round(self, stage: int, members: list[int], why: Reason) -> Decision:
+        self._last[stage] = set(members), self.newest(stage)
+        return self.participants.group(stage, members, why)
+
+    def _lacks(self, stage: int) -> list[int]:
+        """Return those that wait for the last round of ``stage`` to be made again. Others may wait for the next one,
+        and train on meanwhile: without stage 0 they would never begin it."""
+        waiting, newest, (members, before) = self.participants.waiting[stage], self.newest(stage), self._last[stage]
+        if members is None:
+            stages = range(self.participants.num_stages)
+            return list(waiting) if any(self.newest(other) == newest + 1 for other in stages) else []
+        known = self.contains[stage]
+        return [pipeline for pipeline in waiting if pipeline in members and known.get(pipeline) == newest == before]

@@ -32,7 +32,7 @@ from lightning_sdpipe.exchange.moving import copied, pieces_of
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
 from lightning_sdpipe.p2p import labelled, waiting_for
-from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.decisions import Group, Reason
 from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.peers import gives_outcomes
@@ -122,7 +122,13 @@ class OwnBaseAveraging(OuterAveraging):
         self._look()
         if self._stands and self._group is None and self._whole.since >= self._schedule.every:
             self.replica.client.beat_soon()  # the round may be due, and heartbeats tell of updates
-        return self._group is not None
+        return self._group is not None and not self._is_of_this_stage_alone
+
+    @property
+    def _is_of_this_stage_alone(self) -> bool:
+        """Whether the next round is one that is made again: after a restart of the scheduler it may have members that
+        were not in it, and stand."""
+        return self._group is not None and self._group.reason == Reason.MADE_AGAIN
 
     def _look(self) -> None:
         """Note the group of the next round if it is known, or get what others have and this worker has missed."""
@@ -148,7 +154,7 @@ class OwnBaseAveraging(OuterAveraging):
 
     @property
     def shares_next(self) -> bool:
-        return self.announced or self._takes_part
+        return self.announced or self._takes_part or self._is_of_this_stage_alone
 
     def synchronise(self) -> None:
         """Adopt the base of the last round, and run or begin the round that is due."""
@@ -157,9 +163,9 @@ class OwnBaseAveraging(OuterAveraging):
         waited, members = 0.0, 1
         if self._underway and self._update >= self._until:
             waited = self._adopt()
-        if not self._takes_part:
+        if not self.shares_next:
             self._look()
-        if self.shares_next:
+        else:
             asked = time.perf_counter()
             with labelled("group"):
                 while (group := self._group or self._round_of(self.replica.client.group())) is None:

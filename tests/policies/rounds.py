@@ -3,6 +3,9 @@ leave and come, and the scheduler is started again, in any order.
 
 The model of a worker is the list of the rounds that are in it, each the starts that were members. A worker that has the
 outcome of a round waits for its pipeline's other stages before it can be ready again: gradients are clipped together.
+
+Where all of a model can be handed over, a worker stands: it trains on while it is ready for a round, and stage 0 calls
+the others to begin it. One whose exchange breaks off waits for that one. Pipelines rest while others make rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lightning_sdpipe.policies import Group, Joined, Left, Lost, Progress, Ready, Restarted, Worker
+from lightning_sdpipe.policies.decisions import Reason
 from lightning_sdpipe.policies.events import Contains, Event, Vanished
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 
@@ -35,6 +39,11 @@ class Stage:
     """Number of rounds in the model after the last one whose outcome it has got, not copied with a state."""
     turn: int = 0
     ready: bool = False
+    stands: bool = False
+    """Whether it trains on meanwhile, and begins a round of its stage when it is ``called``."""
+    called: bool = False
+    alone: bool = False
+    """Whether it has begun a round that its stage makes again uncalled."""
     group: Group | None = None
     """Of a round, or one in which it is handed the outcome of one."""
     began: set[int] = field(default_factory=set)
@@ -105,6 +114,9 @@ class World:
             self.tell(Contains(stage.worker, len(stage.model)))
         elif start.joined:
             self.go_on(start, self.rng.choice(start.stages))
+        elif not self.one and self.rng.random() < 0.1:  # it has rested
+            start.joined = True
+            self.tell(*(Joined(stage.worker) for stage in start.stages))
         elif not any(other.joined for other in self.there.values()):  # all met
             for other in self.there.values():
                 other.joined = True
@@ -114,6 +126,8 @@ class World:
     def go_on(self, start: Start, stage: Stage) -> None:
         if stage.ready and not self.one and self.rng.random() < 0.3:  # it trains on
             self.tell(Progress(stage.worker, stage.turn, 1, 1.0, 0.0))
+            if all(each.stands and each.ready for each in start.stages) and self.leaves(start):
+                self.leave(start)
         elif stage.group is not None:
             self.exchange(start, stage, stage.group)
         elif not stage.ready and stage.turn == min(each.turn for each in start.stages):
@@ -122,19 +136,27 @@ class World:
                 return
             if stage.worker.stage == 0:
                 self.tell(Progress(stage.worker, stage.turn, 1, 1.0, 0.0))
-            self.say_ready(stage)
+            self.say_ready(stage, stands=not self.one)
 
-    def say_ready(self, stage: Stage) -> None:
-        stage.ready, stage.group, stage.number = True, None, stage.number + 1
+    def say_ready(self, stage: Stage, stands: bool = False) -> None:
+        stage.ready, stage.group, stage.number, stage.stands = True, None, stage.number + 1, stands
         self.tell(Ready(stage.worker, stage.number, len(stage.model)))
 
     def exchange(self, start: Start, stage: Stage, group: Group) -> None:
         source = group.source
         others = [self.at(worker) for worker in group.members if worker != stage.worker]
         if source is None:
+            if stage.stands and group.reason != Reason.MADE_AGAIN:
+                if stage.worker.stage == 0:
+                    for each in start.stages:
+                        each.called = True
+                if not stage.called:
+                    return
             breaks = any(other is None or group.sequence not in other.began for other in others)
             if group.sequence not in stage.began:
                 stage.began.add(group.sequence)
+                stage.alone |= stage.stands and not stage.called
+                stage.called = stage.stands = False
                 return
             if breaks and not any(other is None or self.lost(other, group) for other in others):
                 return  # it waits for one that has yet to begin
@@ -149,7 +171,7 @@ class World:
         if giver is None or self.rng.random() < self.faults:
             self.counts["not handed"] += 1
             stage.refused = 0
-            self.say_ready(stage)
+            self.say_ready(stage, stage.stands)
             return
         missed = giver.model[len(stage.model) :]
         if self.one and giver.kept != len(giver.model):
@@ -167,6 +189,10 @@ class World:
         if self.one and len(missed) != 1:
             raise Violation(f"{stage.worker} fell behind by {len(missed)} rounds")
         self.counts["handed"] += 1
+        if stage.stands:
+            stage.model = [*stage.model, *missed]
+            self.say_ready(stage, stands=True)
+            return
         stage.model += missed[:-1]
         self.ends(stage, missed[-1])
 
@@ -176,7 +202,8 @@ class World:
 
     def ends(self, stage: Stage, outcome: tuple[int, ...]) -> None:
         stage.model = [*stage.model, outcome]
-        stage.group, stage.turn, stage.kept, stage.refused = None, stage.turn + 1, len(stage.model), 0
+        stage.group, stage.kept, stage.refused = None, len(stage.model), 0
+        stage.turn, stage.alone = stage.turn + (not stage.alone), False
 
     def at(self, worker: Worker) -> Stage | None:
         start = self.there.get(worker.pipeline)
@@ -198,13 +225,14 @@ class World:
         made = len(start.stages[0].model)
         if self.one:
             return made % EVERY == 0 and made > start.met
-        return self.rng.random() < 0.05 if self.faults else not all(each.joined for each in self.there.values())
+        return self.rng.random() < self.faults / 2
 
     def leave(self, start: Start) -> None:
         """For a meeting of all; what it has is said before."""
         self.counts["left"] += 1
         start.joined, start.met = False, len(start.stages[0].model)
         for stage in start.stages:
+            stage.ready = False
             self.tell(Contains(stage.worker, len(stage.model)), Left(stage.worker))
 
     def fault(self, start: Start) -> None:
@@ -235,9 +263,9 @@ class World:
         self.tell(*((Lost if start.joined else Vanished)(stage.worker) for stage in start.stages))
 
     def between_turns(self, start: Start) -> bool:
-        return len({(s.turn, len(s.model), s.ready, s.group is None) for s in start.stages}) == 1 and not (
-            start.stages[0].ready or start.stages[0].group
-        )
+        rounds = {len(stage.model) for stage in start.stages} if self.one else {0}
+        idle = not any(stage.ready or stage.group for stage in start.stages)
+        return idle and len(rounds) == len({stage.turn for stage in start.stages}) == 1
 
     # -------------------------------------------------------------------- inside
 

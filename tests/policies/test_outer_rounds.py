@@ -7,7 +7,7 @@ from lightning_sdpipe.policies.events import Contains
 from lightning_sdpipe.policies.outer_rounds import OuterRounds, OuterRoundsPolicy
 from tests.policies.scripted import brief, join_all
 
-WHY = "everybody came"
+WHY, AGAIN = "everybody came", "made again"
 
 
 def ready(
@@ -57,7 +57,37 @@ def test_a_round_that_has_broken_off_is_due_at_once_on_its_stage() -> None:
     for pipeline in (0, 1):
         assert ready(rounds, pipeline, 2, 1, 2.0) == [], "it has ended there"
     assert ready(rounds, 0, 2, 0, 2.0, 1) == []
-    assert brief(ready(rounds, 1, 2, 0, 2.0, 1)) == [(1, (0, 1), WHY)]
+    assert brief(ready(rounds, 1, 2, 0, 2.0, 1)) == [(1, (0, 1), AGAIN)]
+
+
+def test_one_that_rested_in_a_round_is_not_asked_to_make_it_again_but_gets_it() -> None:
+    """Without stage 0, which has its outcome, it would never begin it."""
+    rounds = policy(4, stages=2)
+    for stage in (0, 1):
+        rounds.on(Left(Worker(stage, 2)), 0.0)
+    began = [ready(rounds, pipeline, 1, 0, 1.0, stage) for pipeline in (0, 1, 3) for stage in (0, 1)]
+    assert brief(began[-1]) == [(0, (0, 1, 3), WHY), (1, (0, 1, 3), WHY)]
+    for stage in (0, 1):  # stage 0 has ended for 0 and 1
+        rounds.on(Lost(Worker(stage, 3)), 2.0)
+        rounds.on(Joined(Worker(stage, 2)), 2.0)
+    assert [ready(rounds, pipeline, 2, contains, 3.0, 1) for pipeline, contains in ((0, 0), (1, 0))] == [[], []]
+    assert brief(ready(rounds, 2, 1, 0, 3.0, 1)) == [(1, (0, 1), AGAIN)]
+    assert brief(ready(rounds, 0, 3, 1, 4.0, 1)) == [(1, (0, 2), "handed over")]
+
+
+def test_a_stage_whose_last_round_none_has_does_not_hold_up_the_next_one_of_all() -> None:
+    rounds = policy(2, stages=2)
+    for stage in (0, 1):
+        rounds.on(Left(Worker(stage, 1)), 0.0)
+    assert [len(ready(rounds, 0, 1, 0, 1.0, stage)) for stage in (0, 1)] == [0, 2]
+    for stage in (0, 1):
+        rounds.on(Joined(Worker(stage, 1)), 2.0)
+    rounds.on(Contains(Worker(0, 0), 1), 3.0)
+    assert brief(ready(rounds, 1, 1, 0, 3.0)) == [(0, (0, 1), "handed over")]
+    for stage in (0, 1):
+        rounds.on(Lost(Worker(stage, 0)), 4.0)
+    assert ready(rounds, 1, 1, 0, 5.0, 1) == [], "it was not in that round"
+    assert brief(ready(rounds, 1, 2, 1, 5.0)) == [(0, (1,), WHY), (1, (1,), WHY)]
 
 
 def test_after_a_restart_a_round_that_may_have_broken_off_is_due() -> None:
