@@ -40,7 +40,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 BARS = {
     "code lines of the package": 37_850,
     "code lines of recipes, without baselines and tools": 7_385,
-    "code lines of tests": 41_300,
+    "code lines of tests": 41_330,
     "statements that raise something": 547,
     "types of messages, events, decisions and effects": 78,
 }

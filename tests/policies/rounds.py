@@ -225,7 +225,7 @@ class World:
         made = len(start.stages[0].model)
         if self.one:
             return made % EVERY == 0 and made > start.met
-        return self.rng.random() < self.faults / 2
+        return self.rng.random() < 2 * self.faults
 
     def leave(self, start: Start) -> None:
         """For a meeting of all; what it has is said before."""

@@ -100,8 +100,9 @@ def test_after_a_restart_a_round_that_may_have_broken_off_is_due() -> None:
 
 def test_after_a_restart_a_stage_that_lacks_a_round_makes_it_when_another_one_tells_of_it() -> None:
     rounds = policy(2, stages=2, every=100)
+    rounds.on(Restarted(7), 0.0)
     assert [ready(rounds, pipeline, 4, 3, 1.0, 1) for pipeline in (0, 1)] == [[], []]
-    assert brief(rounds.on(Contains(Worker(0, 0), 4), 2.0)) == [(1, (0, 1), WHY)]
+    assert brief(rounds.on(Contains(Worker(0, 0), 4), 2.0)) == [(1, (0, 1), AGAIN)]
 
 
 def test_those_that_rest_hand_the_newest_base_over_unless_they_are_lost() -> None:
