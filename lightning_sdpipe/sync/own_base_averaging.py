@@ -269,7 +269,8 @@ class OwnBaseAveraging(OuterAveraging):
         try:
             if len(group.members) > 1:
                 epochs.use(group)
-                replicas = replace(epochs.replicas(group), traffic=peers.traffic)
+                reached = replace(epochs.replicas(group), traffic=peers.traffic)
+                replicas = reached if group.source is None else peers.giver(group)
                 hosts, begun = epochs.hosts(group), True
             return do(replicas, EncodedMean(replicas, self._state.codec, hosts))
         except WorkerFailedError as error:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 from torch import Tensor
 
@@ -51,6 +52,16 @@ class Peers:
     def count(self) -> int:
         """Number of replicas that are there, this worker included."""
         return max(1, len(self.client.epoch.members))
+
+    def giver(self, group: Group) -> Replicas:
+        """Return how this worker reaches the source of ``group``, which may not have heard that it is to hand something
+        over: a scheduler that dies says so to one of two. So its silence is short, and the others ask again.
+
+        Raises:
+            WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
+        """
+        limit = timedelta(seconds=self.client.limit)
+        return replace(self.epochs.replicas(group), traffic=self.traffic, limit=limit)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Make ``tensors`` the mean over all replicas, which are together; integers (counters) become the largest."""

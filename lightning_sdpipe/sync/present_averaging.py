@@ -227,7 +227,7 @@ class PresentAveraging(Synchronizer):
     def _handed_over(self, group: Group) -> Round | None:
         """Return the outcome that is handed over in ``group``; None if its source cannot."""
         self._epochs.use(group)
-        outcome = self.buckets.take_over(self._lacking, group, self._epochs.replicas(group))
+        outcome = self.buckets.take_over(self._lacking, group, self._peers.giver(group))
         self._refused += 1
         if outcome is None and self._refused > 2 * self._peers.count:  # each was asked, though some came meanwhile
             raise MustEndError(self.replica.pipeline, "it lacks a round that no other pipeline can hand over any more")

@@ -22,6 +22,8 @@ from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 STEP, ROUNDS, PIPELINES = 0.05, 12, 4
+LIMIT = 2.0
+"""Seconds that a source may be silent."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Process:
     """Whose mean it is to have next, or in which one is handed over to it; None until it is known."""
     begun: set[int] = field(default_factory=set)
     """Groups in whose exchange it was."""
+    since: float = 0.0
+    """When that was known."""
     handed: set[int] = field(default_factory=set)
     """Groups in which it hands a mean over."""
     kept: int = -1
@@ -64,6 +68,8 @@ class Rounds:
 
     early = 0.0
     """How likely a member gives a round up before it has begun it."""
+    uninvited = 0.0
+    """How likely a source does not hear that it is to hand something over."""
 
     def __init__(self, seed: int, breaks: float, restarts: float, newcomers: float = 0.0, unheard: float = 0.0) -> None:
         self.rng, self.breaks, self.restarts, self.now = random.Random(seed), breaks, restarts, 0.0
@@ -72,7 +78,7 @@ class Rounds:
         self.service = self.start_scheduler()
         self.processes = [Process(c.Conversation(Worker(0, i), 100 + i)) for i in range(PIPELINES)]
         self.lines: dict[bytes, deque[Any]] = {}
-        self.taken = self.given_up = self.fell_behind = 0
+        self.silent = self.taken = self.given_up = self.fell_behind = 0
         for process in self.processes:
             process.talk.ask(e.Enrol, {"model": "linear"})
 
@@ -127,6 +133,9 @@ class Rounds:
 
     def deliver(self, replies: Any) -> None:
         for peer, reply in replies:
+            if self.uninvited and isinstance(reply, m.Invitation) and self.rng.random() < self.uninvited:
+                self.silent += 1
+                continue
             newcomer = self.unheard and isinstance(reply, e.Start) and not reply.fresh
             if newcomer and self.rng.random() < self.unheard:
                 self.lines[peer], self.dies = deque(), True
@@ -157,7 +166,7 @@ class Rounds:
             case m.Invitation(group=group):
                 process.handed.add(group.sequence)
             case c.Replied(m.Ready, m.Answer(group=group)):
-                process.group = group
+                process.group, process.since = group, self.now
                 if len(group.members) > 1 and self.rng.random() < self.early:
                     self.break_off(process)  # before it has begun
                 else:
@@ -224,7 +233,8 @@ class Rounds:
 
     def take(self, process: Process, given: Group, worker: Worker) -> None:
         source = self.newest(worker.pipeline)
-        if source.dead or self.rng.random() < self.breaks:
+        silent = given.sequence not in source.handed and self.now - process.since > LIMIT
+        if source.dead or silent or self.rng.random() < self.breaks:
             process.refused = 0
             self.break_off(process)
         elif given.sequence in source.handed:
@@ -271,6 +281,17 @@ def test_none_waits_for_one_that_has_given_a_round_up_before_it_began() -> None:
         assert len({tuple(p.model) for p in rounds.processes if not p.dead}) == 1
         given_up += rounds.given_up
     assert given_up > 10
+
+
+def test_what_a_source_does_not_hear_that_it_hands_over_is_asked_for_again() -> None:
+    silent = taken = 0
+    for seed in range(10):
+        rounds = Rounds(seed, breaks=0.02, restarts=0.0)
+        rounds.uninvited = 0.5
+        rounds.run()
+        assert len({tuple(p.model) for p in rounds.processes if not p.dead}) == 1
+        silent, taken = silent + rounds.silent, taken + rounds.taken
+    assert min(silent, taken) > 0
 
 
 @pytest.mark.parametrize(("breaks", "restarts"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.1, 0.02)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.background import Overlapped
 from lightning_sdpipe.exchange.moving import finish
 from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync.peers import Peers, Surviving
 from lightning_sdpipe.topology.groups import Replicas
+from tests.exchange.threads import Crew
 
 
 def group(sequence: int, *pipelines: int) -> Group:
@@ -103,6 +106,14 @@ def test_after_a_failure_it_keeps_what_was_taken_over_and_what_it_has(
     epochs = Epochs({4: fails_at})
     assert average(epochs, group(4, 0, 1, 2)) == model
     assert epochs.given_up == given_up
+
+
+def test_a_source_that_has_not_heard_of_it_may_be_silent_for_a_worker_timeout() -> None:
+    crew, peers = Crew(2), Epochs({}).surviving()._peers
+    peers.epochs.replicas = lambda group: crew.replicas(0)  # type: ignore[method-assign]
+    peers.client = SimpleNamespace(limit=0.1)  # type: ignore[assignment]
+    with pytest.raises(WorkerFailedError, match="pipeline 1 of stage 0"):
+        transfers.begin({}, {1: torch.zeros(1)}, peers.giver(group(4, 0, 1)), 0).wait()
 
 
 def test_what_broke_off_beside_training_changes_what_was_taken_over_only() -> None:
