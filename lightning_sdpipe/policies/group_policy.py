@@ -50,6 +50,7 @@ class GroupPolicy:
                 participants.check_takes_part(worker, "went on")
                 return self.time_passed(now) + self.worker_progressed(event, now)
             case events.Contains(worker, rounds):
+                participants.check_exists(worker)
                 return self.time_passed(now) + self.worker_contains(worker, rounds)
             case events.Vanished(worker):
                 return self.time_passed(now) + self.worker_vanished(worker)

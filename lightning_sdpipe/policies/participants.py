@@ -34,7 +34,7 @@ class Participants:
 
     def check_joins(self, worker: Worker) -> None:
         """Raise :class:`RefusedEvent` when ``worker`` may not join now."""
-        self._check_exists(worker)
+        self.check_exists(worker)
         if worker.pipeline in self.active[worker.stage]:
             raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
 
@@ -49,7 +49,7 @@ class Participants:
     def check_takes_part(self, worker: Worker, what: str) -> None:
         """Raise :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
         if not (0 <= worker.stage < self.num_stages and worker.pipeline in self.active[worker.stage]):
-            self._check_exists(worker)
+            self.check_exists(worker)
             raise RefusedEvent(f"worker {worker} {what} without having joined")
 
     def leaves(self, worker: Worker) -> None:
@@ -149,6 +149,7 @@ class Participants:
             standing=tuple(map(worker_of, standing)),
         )
 
-    def _check_exists(self, worker: Worker) -> None:
+    def check_exists(self, worker: Worker) -> None:
+        """Raise :class:`RefusedEvent` when there is no such ``worker``."""
         if not (0 <= worker.stage < self.num_stages and 0 <= worker.pipeline < self.num_pipelines):
             raise RefusedEvent(f"worker {worker} does not exist in {shape(self.num_stages, self.num_pipelines)}")

@@ -54,9 +54,9 @@ class DiLoCo(msgspec.Struct, frozen=True, metaclass=Refusing):
         for name, value, instead in (("fragments", self.fragments, 1), ("mix", self.mix, 0)):
             if self.weights == "samples" and value != instead:
                 raise ConfigurationError(
-                    f"{name}={value} does not go with weights='samples': the members of such a round have one base "
-                    f"each, for the whole model. Use {name}={instead}, with exchange=Exchange(overlap='step') and "
-                    "delay= to hide it; or leave weights out."
+                    f"{name}={value} does not go with weights='samples': such a round is of the whole model, to "
+                    f"which each adds all that it has trained. Use {name}={instead}, with "
+                    "exchange=Exchange(overlap='step') and delay= to hide it; or leave weights out."
                 )
 
     @property

@@ -13,7 +13,7 @@ from lightning_sdpipe.policies import Joined, Ready, Worker
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.events import Contains
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.policies.policy import PolicyConfig
+from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
 from tests.policies.rounds import Violation, World
 
 STEPS, CALM = 500, 1200
@@ -52,6 +52,11 @@ def test_each_that_lacks_an_outcome_asks_all_that_have_its_round_in_turn() -> No
             (given,) = policy.on(Ready(receiver, iteration, 0), 0.0)
             asked[receiver].add(given.source)
     assert asked == {each: {Worker(each.stage, pipeline) for pipeline in (0, 1)} for each in receivers}
+
+
+def test_a_worker_that_does_not_exist_contains_nothing() -> None:
+    with pytest.raises(RefusedEvent, match="does not exist"):
+        AllPresent().make_policy(2, 4).on(Contains(Worker(2, 0), 1), 0.0)
 
 
 def test_stages_would_wait_for_each_other_if_heartbeats_told_nothing() -> None:

@@ -225,6 +225,7 @@ class GroupDesk:
             self._outbox.say(peer, session.answer)
         elif reported.answers and (answer := self._reported_to(session.worker, iteration)) is not None:
             session.is_ready(iteration)
+            session.ready_with = request.contains
             self._answer(session, answer)
             self._carry_out(self._driver.tell(Answered(session.worker, iteration), now), now)
         else:

@@ -284,6 +284,19 @@ def test_a_group_that_an_earlier_start_of_a_pipeline_was_in_answers_no_ready_of_
     assert d.groups(d.say(m.Ready, first, A.incarnation, 5)) == [(0, 1)]
 
 
+def test_a_round_is_broken_off_for_all_though_a_restarted_scheduler_knew_its_answer_from_a_member_only() -> None:
+    d, first, second = ElasticDialogue(AllPresent()), Worker(0, 0), Worker(0, 1)
+    epoch, before = Epoch(4, (A, B), "pipeline 1 has come"), Group((first, second), (0.5, 0.5), 8, "all", epoch=4)
+    knows = {"heard": 9, "joined": True, "answered": 5, "answers": (m.Answer(before, (5, 5)),)}
+    d.say(e.Enrol, second, B.incarnation, SAME, e.Resumes(epoch, (4,), since=1, **knows))
+    d.say(e.Enrol, first, A.incarnation, SAME, e.Resumes(epoch, (4,), since=1, heard=8, joined=True, answered=4))
+    assert d.groups(d.say(m.Ready, first, A.incarnation, 5, 8)) == [(0, 1)]
+    d.say(e.Beat, second, B.incarnation, (4,), 4, True, 0, Exchanging(8, (0, 1), 0))
+    d.say(m.Ready, first, A.incarnation, 6, 8)
+    told = [(peer, reply.stuck) for peer, reply in d.service.tick(0.1) if isinstance(reply, e.Now) and reply.stuck]
+    assert told == [(e.peer_of(second, B.incarnation), (8,))]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> None:
     d, new, stages = equal_replicas(2), C.incarnation, range(2)
