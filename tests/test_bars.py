@@ -38,10 +38,10 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_850,
-    "code lines of recipes, without baselines and tools": 7_385,
-    "code lines of tests": 41_330,
-    "statements that raise something": 547,
+    "code lines of the package": 37_815,
+    "code lines of recipes, without baselines and tools": 7_381,
+    "code lines of tests": 41_358,
+    "statements that raise something": 546,
     "types of messages, events, decisions and effects": 78,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""
