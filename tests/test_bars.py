@@ -38,7 +38,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_815,
+    "code lines of the package": 37_819,
     "code lines of recipes, without baselines and tools": 7_381,
     "code lines of tests": 41_358,
     "statements that raise something": 546,

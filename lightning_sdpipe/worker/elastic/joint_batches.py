@@ -114,6 +114,12 @@ class JointRoundSource(ElasticBatchSource):
             self._joint.begin(segment.start, segment.stop)
         return segment
 
+    @property
+    def _stop(self) -> int:
+        """Number at which the segment ends; there are no leases that could end it sooner."""
+        assert self._segment is not None
+        return self._segment.stop
+
     def _hear(self, outcome: Round) -> None:
         """Note the outcome of a round, before the optimizer steps."""
         self._joint.ended(outcome.members, outcome.trained, outcome.seconds, outcome.epoch)
