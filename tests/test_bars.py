@@ -38,9 +38,9 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_819,
+    "code lines of the package": 37_832,
     "code lines of recipes, without baselines and tools": 7_381,
-    "code lines of tests": 41_358,
+    "code lines of tests": 41_379,
     "statements that raise something": 546,
     "types of messages, events, decisions and effects": 78,
 }

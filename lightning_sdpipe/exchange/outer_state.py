@@ -47,6 +47,8 @@ class NewBase:
     """Mean change of the members, by piece; empty if ``received`` is the new base itself."""
     received: list[Tensor] = field(default_factory=list)
     """State of another worker's base, from which that change is counted; empty if this worker has it."""
+    sequence: int = -1
+    """Group that has made the base; -1 for the first one, and for those that all have made together."""
 
 
 class OuterState:
@@ -54,21 +56,24 @@ class OuterState:
 
     def __init__(self, codec: OuterModel) -> None:
         self.codec = codec
-        self.rounds = 0
+        self.rounds, self.sequence = 0, -1
+        self._brought = set[int]()
+        """Groups to which this worker has brought its change from this base."""
         self.samples: float | None = None
         """Samples of which this worker brings the change to its next round, by which its members weigh; None if they
         weigh as their group says."""
         self._lock = threading.Lock()
 
-    def copy(self) -> tuple[int, list[Tensor]]:
-        """Return the number of rounds, and copies of the base's tensors. Any thread may call it."""
+    def copy(self) -> tuple[tuple[int, int], list[Tensor]]:
+        """Return the number of rounds and the group of the last one, and copies of the base's tensors. Any thread may
+        call it."""
         with self._lock:
-            return self.rounds, [tensor.detach().clone() for tensor in self.codec.state()]
+            return (self.rounds, self.sequence), [tensor.detach().clone() for tensor in self.codec.state()]
 
-    def load(self, rounds: int, pieces: Sequence[Tensor]) -> None:
+    def load(self, rounds: int, sequence: int, pieces: Sequence[Tensor]) -> None:
         """Take over the number and the pieces of another worker's base, and leave the momentum as it is."""
         with self._lock:
-            self.rounds = rounds
+            self.rounds, self.sequence = rounds, sequence
             for outer, piece in zip(self.codec.outer, pieces, strict=True):
                 outer.base.copy_(piece)
 
@@ -86,22 +91,30 @@ class OuterState:
         """
         try:
             team, tag = Members.of(self._weighed(group, replicas, tensors)), tag_of(group)
+            self._brought.add(group.sequence)
             means = [mover.average(piece, number, team, tag) for number, piece in enumerate(pieces_of(tensors))]
         except BaseException:
             self.codec.drop()
             raise
-        return NewBase(self.rounds + 1, means)
+        return NewBase(self.rounds + 1, means, sequence=group.sequence)
 
-    def adopt(self, new: NewBase, tensors: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> None:
+    def adopt(self, new: NewBase, tensors: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> bool:
         """Make ``new`` the base, and put it into the model ``tensors``. If that has changed since it was ``sent``,
-        it keeps these changes."""
+        it keeps these changes; if others have made the base without this worker, all changes since its own base.
+        Return whether its change is in the new one."""
+        handed_over, follows = bool(new.received) and not new.moved, new.rounds == self.rounds + 1
+        without = handed_over and (not self._brought or (follows and new.sequence not in self._brought))
+        if without:
+            sent = [outer.base.clone() for outer in self.codec.outer]
         with self._lock, torch.no_grad():
             for own, given in zip(self.codec.state(), new.received, strict=bool(new.received)):
                 own.copy_(given)
             for outer, mean in zip(self.codec.outer, new.moved, strict=bool(new.moved)):
                 outer.step(mean)
-            self.rounds = new.rounds
+            self.rounds, self.sequence = new.rounds, new.sequence
+        self._brought.clear()
         self.put(tensors, sent)
+        return not without
 
     @torch.no_grad()
     def put(self, tensors: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> None:
@@ -120,10 +133,10 @@ class OuterState:
             WorkerFailedError: one of them is gone.
         """
         others = [worker.pipeline for worker in group.members if worker.pipeline != replicas.pipeline]
-        rounds, state = self.copy()
+        made, state = self.copy()
         begun = [
             transfers.begin(dict.fromkeys(others, tensor), {}, replicas, tag_of(group))
-            for tensor in (torch.tensor([rounds]), *state)
+            for tensor in (torch.tensor(made), *state)
         ]
         for each in begun:
             each.wait()
@@ -134,11 +147,12 @@ class OuterState:
         Raises:
             WorkerFailedError: it is gone.
         """
-        rounds = torch.tensor([0])
+        made = torch.tensor([0, 0])
         state = [torch.empty_like(tensor) for tensor in self.codec.state()]
-        for each in [transfers.begin({}, {source: t}, replicas, tag_of(group)) for t in (rounds, *state)]:
+        for each in [transfers.begin({}, {source: t}, replicas, tag_of(group)) for t in (made, *state)]:
             each.wait()
-        return NewBase(int(rounds), received=state)
+        rounds, sequence = made.tolist()
+        return NewBase(rounds, received=state, sequence=sequence)
 
     def _weighed(self, group: Group, replicas: Replicas, tensors: Sequence[Tensor]) -> Group:
         """Return ``group`` with weights by the samples of its members, which tell each other."""

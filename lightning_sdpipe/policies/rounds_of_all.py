@@ -60,8 +60,8 @@ class RoundsOfAll(GroupPolicy):
         """Let go out what those that wait need."""
         known, newest, waiting = self.contains[stage], self.newest(stage), self.participants.waiting[stage]
         behind = [pipeline for pipeline in waiting if known.get(pipeline, newest) < newest]
-        sources = sorted(pipeline for pipeline, rounds in known.items() if rounds == newest)
         if behind:
+            sources = sorted(pipeline for pipeline, rounds in known.items() if rounds == newest)
             # By its iterations, which count the attempts, each asks all in turn, even if the scheduler starts again.
             of = {pipeline: sources[waiting[pipeline] % len(sources)] for pipeline in behind}
             return [

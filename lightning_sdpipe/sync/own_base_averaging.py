@@ -84,7 +84,7 @@ class OwnBaseAveraging(OuterAveraging):
         self._sent: list[Tensor] = []
         self._before = 0
         """Number of updates since the round before the last one."""
-        self._given: tuple[int, list[Tensor]] | None = None
+        self._given: tuple[int, int, list[Tensor]] | None = None
         self._begins_anew = True
         """Whether the model is the base when training starts next."""
 
@@ -145,9 +145,8 @@ class OwnBaseAveraging(OuterAveraging):
 
     def _catch_up(self, group: Group) -> None:
         """Get the base that is handed over in ``group``, and keep what was trained since the own one."""
-        before = copied([outer.base for outer in self._whole.common.outer], [])
         if (new := self._handed_over(group)) is not None:
-            self._adopts(new, before)
+            self._adopts(new)
 
     def take_part(self) -> None:
         self._takes_part = True
@@ -199,7 +198,7 @@ class OwnBaseAveraging(OuterAveraging):
         self._samples = 0.0
         super().start()
         given, self._given = self._given, None
-        if given is not None and given[1]:  # a donor that has not begun has no base besides its model
+        if given is not None and given[-1]:  # a donor that has not begun has no base besides its model
             self._state.load(*given)
             self._state.put(self._whole.tensors)
         self.replica.client.contains(self._state.rounds)
@@ -228,10 +227,11 @@ class OwnBaseAveraging(OuterAveraging):
 
     def handover(self) -> dict[str, Any]:
         """Return the base, which a newcomer needs."""
-        return {"base": self._state.rounds, "pieces": self._whole.common.copied_base()}
+        state = self._state
+        return {"base": state.rounds, "sequence": state.sequence, "pieces": self._whole.common.copied_base()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        self._given = state["base"], state["pieces"]
+        self._given = state["base"], state["sequence"], state["pieces"]
 
     def _begin_round(self, group: Group) -> None:
         """Run the round of ``group``, or begin it beside training."""
@@ -301,12 +301,15 @@ class OwnBaseAveraging(OuterAveraging):
             else:
                 self._came = self._handed_over(group)
         self._came = None
-        self._adopts(new, sent)
+        if not self._adopts(new, sent):
+            self._whole.since += self._before
+            self._samples += self._samples_sent
         return waited
 
-    def _adopts(self, new: NewBase, sent: Sequence[Tensor] | None) -> None:
-        self._state.adopt(new, self._whole.tensors, sent)
+    def _adopts(self, new: NewBase, sent: Sequence[Tensor] | None = None) -> bool:
+        contained = self._state.adopt(new, self._whole.tensors, sent)
         self.replica.client.contains(self._state.rounds)
+        return contained
 
 
 def meet(barriers: Barriers, state: OuterState, tensors: Sequence[Tensor], since: int) -> None:
