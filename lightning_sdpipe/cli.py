@@ -14,21 +14,21 @@ from lightning_sdpipe import __version__
 from lightning_sdpipe.command_line import Parser, carried_out
 
 COMMANDS = {
-    "demo": ("demo:main", "train on handwritten digits, with SDPipe and with all-reduce"),
-    "simulate": ("simulate.command:main", "estimate the gain for your devices, in virtual time"),
-    "partition": ("partition.command:main", "show the chain of a model and where it would be cut"),
-    "check": ("check:main", "compare what a cut model computes with the whole one"),
-    "measure": ("placement.measure:main", "measure the links between a job's workers, and their speed"),
+    "demo": ("demo:main", "train on handwritten digits, and compare SDPipe with all-reduce"),
+    "simulate": ("simulate.command:main", "estimate the gain on your devices, in virtual time"),
+    "partition": ("partition.command:main", "show the blocks of a model, and where it would be cut"),
+    "check": ("check:main", "compare the loss and gradients of a cut model with those of the whole one"),
+    "measure": ("placement.measure:main", "measure the links between the workers of a job, and their speed"),
     "place": ("placement.command:main", "decide which device runs which stage of which pipeline"),
-    "run": ("supervision.command:main", "train with pipelines that are started again when they die"),
-    "status": ("seeing.command:main", "show what workers do, and which of them is slow"),
-    "serve": ("seeing.serve:main", "show a run in a browser, and to Prometheus"),
-    "trace": ("seeing.trace:main", "write what workers do, span by span, for a viewer of traces"),
-    "report": ("seeing.report:main", "write one file about a run that is over"),
-    "scheduler": ("scheduler.command:scheduler", "serve a run until interrupted"),
-    "keygen": ("scheduler.command:keygen", "make the keys of a run, readable by you only"),
-    "replay": ("scheduler.command:replay", "play a scheduler's log back to its policy, and compare"),
-    "env": ("environment:main", "print versions and devices, for a report of a problem"),
+    "run": ("supervision.command:main", "train with pipelines that are restarted when they die"),
+    "status": ("seeing.command:main", "show what each worker does, and which one is slow"),
+    "serve": ("seeing.serve:main", "show a run in a browser, and export its metrics to Prometheus"),
+    "trace": ("seeing.trace:main", "write a timeline of what each worker did, for a trace viewer"),
+    "report": ("seeing.report:main", "write a report about a run that is over"),
+    "scheduler": ("scheduler.command:scheduler", "serve a run, until interrupted"),
+    "keygen": ("scheduler.command:keygen", "make the keys of a run, which only you can read"),
+    "replay": ("scheduler.command:replay", "replay a scheduler's log, and check that its policy decides the same"),
+    "env": ("environment:main", "print versions and devices, for a bug report"),
 }
 """The function of each command, which takes the arguments and returns the exit status or raises; and its help."""
 _CLEANS_UP = ("demo", "measure", "run", "scheduler", "status")
@@ -77,7 +77,7 @@ def _say_it_in_ascii() -> None:
 
 def _refuse(given: Sequence[str]) -> None:
     """Print the help or the version, or say that ``given`` names no command."""
-    parser = Parser("", "Tools for training on devices that are not alike: try it, cut and place a model, run, look.")
+    parser = Parser("", "Train on unequal devices: try it, cut and place a model, start runs, and watch them.")
     parser.add_argument("--version", action="version", version=f"sdpipe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, (_, does) in COMMANDS.items():

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError, WorkerFailedError
@@ -41,9 +42,16 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
+    def format_help(self) -> str:
+        self._action_max_length += 2  # argparse forgets that commands are indented further than options
+        return super().format_help()
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return _UNITS.get(action.type, super()._get_default_metavar_for_optional(action))
+
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        shown = action.option_strings and action.default not in (None, False, [], argparse.SUPPRESS)
+        shown = action.option_strings and action.default not in (None, [], argparse.SUPPRESS) and action.nargs != 0
         return text + (" (default: %(default)s)" if shown and "default" not in text else "")
 
 
@@ -84,6 +92,8 @@ def speeds_of(text: str) -> list[float] | list[list[float]]:
 
 
 _LISTS = (depths_of, numbers_of, speeds_of)
+_UNITS: dict[Any, str] = dict.fromkeys(_LISTS, "LIST") | {int: "N", float: "X", Path: "FILE"}
+"""How the help calls the value of an option, by its type."""
 
 
 def shape_of(stages: Sequence[int], pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:

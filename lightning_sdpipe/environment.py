@@ -1,4 +1,4 @@
-"""``sdpipe env``: versions and devices, for a report of a problem."""
+"""``sdpipe env``: versions and devices, for a bug report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_sdpipe.tested import verdict
 
 def main(arguments: Sequence[str]) -> None:
     """Print them."""
-    Parser("env", "Prints versions and devices, for a report of a problem.").parse_args(arguments)
+    Parser("env", "Prints versions and devices, for a bug report.").parse_args(arguments)
     python = platform.python_version()
     _row("python", f"{python}, {verdict('python', python)}; {platform.platform()}, {os.cpu_count()} processors")
     _row("lightning-sdpipe", __version__ + _commit())

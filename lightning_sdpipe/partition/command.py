@@ -68,8 +68,8 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the table."""
-    parser = factory.parser("partition", "Shows the chain of blocks of a model, and where it would be cut into stages.")
-    parser.add_argument("--each-block", action="store_true", help="a row for every block, not for every stage")
+    parser = factory.parser("partition", "Shows the blocks of a model, and where it would be cut into stages.")
+    parser.add_argument("--each-block", action="store_true", help="print a row for each block")
     print(_report(parser.parse_args(arguments)))
 
 

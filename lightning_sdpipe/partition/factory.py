@@ -36,20 +36,26 @@ def parser(command: str, description: str) -> Parser:
         metavar="IMPORT.PATH:NAME",
         help="a function without arguments that returns a LightningModule, or a LightningModule and a micro-batch",
     )
-    parser.add_argument("--stages", type=depths_of, default="2", help="M, or those of each pipeline, like 1,2,2")
+    parser.add_argument(
+        "--stages", type=depths_of, default="2", help="number of stages of a pipeline, or of each pipeline, like 1,2,2"
+    )
     parser.add_argument(
         "--partition",
         default="auto",
-        help="auto, uniform, parameters, balanced, or numbers of blocks like 3,2,4, and like 9/4,5/5,4 for each "
-        "pipeline",
+        help="auto, uniform, parameters, balanced, or the number of blocks of each stage, like 3,2,4 (9/4,5/5,4 for "
+        "three pipelines)",
     )
-    parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name the blocks; * stands for one part of a path")
+    parser.add_argument(
+        "--blocks", nargs="+", metavar="PATH", help="paths of the blocks; * stands for one part of a path"
+    )
     parser.add_argument(
         "--speeds",
         type=speeds_of,
-        help="relative speed of each stage's device, like 1,1,0.5, and like 1/1,0.5/1,0.5 for each pipeline (balanced)",
+        help="with balanced: relative speed of each stage's device, like 1,0.5 (1/1,0.5/1,0.5 for three pipelines)",
     )
-    parser.add_argument("--bandwidth", type=float, default="1e9", help="bytes per second (balanced)")
+    parser.add_argument(
+        "--bandwidth", type=float, default="1e9", help="with balanced: bandwidth between stages, in bytes per second"
+    )
     return parser
 
 

@@ -51,29 +51,64 @@ def _parser() -> Parser:
         "place", "Decides which device runs which stage of which pipeline, so that slow links matter least."
     )
     add = parser.add_argument
-    add("network", type=Path, help="as `sdpipe measure` wrote it, or sites written by hand")
+    add("network", type=Path, help="the file of `sdpipe measure`, or one written by hand")
     add(
         "--stages",
         type=depths_of,
-        help="M, the stages of a pipeline, or those of each pipeline, like 1,2,2 (default: what trains fastest)",
+        help="number of stages of a pipeline, or of each pipeline, like 1,2,2 (default: what trains fastest)",
     )
     add(
         "--cost",
         choices=get_args(CostModel),
         default="pipelined",
-        help="how transfers between stages add up: overlapping with a flush, as in DT-FM, or as in PipeDream",
+        help="how transfers between stages add up (docs/placement.md)",
     )
-    add("--micro-batches", type=int, help="of a mini-batch (default: as many as stages)")
-    add("--sync", choices=("groups", "all_reduce"), default="groups", help="how pipelines wait for each other")
-    add("--stage-bytes", type=float, help="of a stage's parameters, if the network has no model")
-    add("--cut-bytes", type=float, help="of a mini-batch's activations between stages, likewise")
-    add("--optimizer-state", type=float, default=2.0, help="bytes for each byte of parameters: 2 for Adam")
-    add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the network's first)")
-    add("--moves", type=int, default=MOVES, help="of the search; 64 devices take some 10 s by default (%(default)s)")
-    add("--for", dest="seconds", type=float, default=math.inf, help="seconds of the search (default: no limit)")
-    add("--seed", type=int, default=0)
-    add("-o", "--output", type=Path, metavar="FILE", help="writes the placement, for SDPipeStrategy")
-    add("--picture", type=Path, metavar="FILE", help="draws it, as SVG")
+    add("--micro-batches", type=int, help="micro-batches of a mini-batch (default: the number of stages)")
+    add(
+        "--sync",
+        choices=("groups", "all_reduce"),
+        default="groups",
+        help="whether pipelines average in groups or all together",
+    )
+    add("--stage-bytes", type=float, metavar="BYTES", help="bytes of a stage's parameters, if the file has no model")
+    add(
+        "--cut-bytes",
+        type=float,
+        metavar="BYTES",
+        help="bytes of a mini-batch's activations at a cut, if the file has no model",
+    )
+    add(
+        "--optimizer-state",
+        type=float,
+        default=2.0,
+        metavar="RATIO",
+        help="bytes of optimizer state per byte of parameters; 2 is Adam's",
+    )
+    add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the first of the file)")
+    add(
+        "--moves",
+        type=int,
+        default=MOVES,
+        metavar="N",
+        help="length of the search: 300,000 moves take some 10 s for 64 devices",
+    )
+    add(
+        "--for",
+        dest="seconds",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="end the search after this long (default: no limit)",
+    )
+    add("--seed", type=int, default=0, help="seed of the search; the same seed finds the same placement")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the placement to this file, for SDPipeStrategy(placement=…)",
+    )
+    add("--picture", type=Path, metavar="FILE", help="draw the placement to this file, as SVG")
     return parser
 
 

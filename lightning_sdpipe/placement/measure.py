@@ -129,12 +129,18 @@ def _parser() -> Parser:
     parser.add_argument(
         "--model",
         metavar="IMPORT.PATH:NAME",
-        help="a function that returns a LightningModule and a mini-batch of one pipeline: speeds are measured with it, "
-        "and `sdpipe place` learns what its blocks take",
+        help="a function without arguments that returns your LightningModule and a mini-batch of one pipeline; its "
+        "blocks are timed on every device, for `sdpipe place`",
     )
-    parser.add_argument("--blocks", nargs="+", metavar="PATH", help="name its blocks; * stands for one part of a path")
-    parser.add_argument("--pair-timeout", type=_positive, default=20.0, help="seconds for two workers to connect")
-    parser.add_argument("--patience", type=_positive, default=300.0, help="seconds to wait for another worker")
+    parser.add_argument(
+        "--blocks", nargs="+", metavar="PATH", help="paths of the model's blocks; * stands for one part of a path"
+    )
+    parser.add_argument(
+        "--pair-timeout", type=_positive, default=20.0, metavar="SECONDS", help="time for two workers to connect"
+    )
+    parser.add_argument(
+        "--patience", type=_positive, default=300.0, metavar="SECONDS", help="time to wait for another worker"
+    )
     return parser
 
 

@@ -22,7 +22,9 @@ from lightning_sdpipe.scheduler.server.server import Endpoint, Files
 def keygen(arguments: Sequence[str]) -> None:
     """Make the keys of a run."""
     parser = Parser("keygen", "Makes the keys of a run, readable by you only.")
-    parser.add_argument("-o", "--output", type=Path, default=Path("keys"), help="directory of both keys")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("keys"), metavar="DIRECTORY", help="directory for both keys"
+    )
     scheduler, worker = credentials.write_keys(parser.parse_args(arguments).output)
     print(f"{scheduler}: for `sdpipe scheduler --key-file`, on its machine only")
     print(f"{worker}: for every worker and for `sdpipe status --key-file`")
@@ -64,20 +66,24 @@ def scheduler(arguments: Sequence[str]) -> None:
 def _parser() -> Parser:
     parser = Parser("scheduler", "Serves a run until interrupted.")
     add = parser.add_argument
-    add("--bind", default="tcp://127.0.0.1:5555", help="address")
-    add("--key-file", type=Path, help="scheduler.key; on loopback this account's own by default")
+    add("--bind", default="tcp://127.0.0.1:5555", metavar="ADDRESS", help="address to listen at")
+    add(
+        "--key-file",
+        type=Path,
+        help="the scheduler.key of `sdpipe keygen` (on loopback, by default a key of your account)",
+    )
     add(
         "--stages",
         type=depths_of,
         required=True,
         metavar="M",
-        help="the stages of a pipeline; or of each, as in 1,2,2, for pipelines that are cut unlike",
+        help="number of stages of a pipeline, or of each pipeline, like 1,2,2",
     )
-    add("--pipelines", type=int, help="N, the pipelines, unless --stages lists them")
+    add("--pipelines", type=int, metavar="N", help="number of pipelines, unless --stages lists them")
     add(
         "--policy",
         default="semi_decentralized",
-        help=f"{', '.join(registry.BUILT_IN)}, or one of your own, as in my_package.policies:RoundRobin "
+        help=f"{', '.join(registry.BUILT_IN)}, or one of your own, like my_package.policies:RoundRobin "
         "(default: %(default)s)",
     )
     add(
@@ -85,62 +91,79 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a value of the policy, as in --set window=0.05 --set connectivity=5; may be repeated",
+        help="a value of the policy, like --set window=0.05 --set connectivity=5",
     )
-    add("--policy-file", type=Path, help="the policy as `sdpipe run` hands it over, instead")
-    add("--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost")
+    add("--policy-file", type=Path, help="a file with the policy, which `sdpipe run` uses instead of --policy")
+    add(
+        "--worker-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="a process that is silent for this long is lost",
+    )
     add(
         "--min-pipelines",
         type=int,
         default=1,
-        help="of an elastic run: with fewer, the others wait instead of training",
+        metavar="P",
+        help="elastic runs: with fewer pipelines than this, those that are left wait",
     )
-    add("--start-pipelines", type=int, help="of an elastic run: how many begin together (default: --min-pipelines)")
+    add(
+        "--start-pipelines",
+        type=int,
+        metavar="P",
+        help="elastic runs: pipelines with which the run begins (default: --min-pipelines)",
+    )
     add(
         "--gather",
         type=float,
         default=60.0,
-        help="seconds after which an elastic run begins with fewer than that, if there are --min-pipelines",
+        metavar="SECONDS",
+        help="elastic runs: begin after this long with fewer, but at least --min-pipelines",
     )
     add(
         "--resume",
         action="store_true",
-        help="if all pipelines of an elastic run are lost at once, those that come go on from its newest checkpoint; "
-        "else the run is over then",
+        help="elastic runs: if all pipelines are lost at once, new ones continue from the newest checkpoint (without "
+        "this option the run ends)",
     )
     add(
         "--hold-limit",
         type=float,
         default=1800.0,
-        help="seconds of waiting for --min-pipelines that end an elastic run",
+        metavar="SECONDS",
+        help="elastic runs: end the run after waiting this long for --min-pipelines",
     )
     add(
         "--lifeline-port",
         type=int,
         default=0,
-        help="to which the processes of a run connect, besides the scheduler's own (default: any)",
+        metavar="PORT",
+        help="second port, for the lifelines of the run's processes (default: any free port)",
     )
-    add("--log", type=Path, help="file that gets every event and decision, as lines of JSON")
+    add("--log", type=Path, help="write every event and decision to this file, as lines of JSON")
     add(
         "--log-limit",
         type=int,
         default=LIMIT >> 20,
         metavar="MIB",
-        help="of that file and FILE.1, which has what came before; what is older is dropped",
+        help="largest size of the log and the older part of it, FILE.1, together; older lines are dropped",
     )
     add(
         "--newest",
         type=Path,
-        help="file with the path of an elastic run's newest checkpoint, from which --resume continues after a restart",
+        help="elastic runs: a file that keeps the path of the newest checkpoint, for --resume after a restart",
     )
-    add("--verbose", action="store_true", help="log every group and its reason")
+    add("--verbose", action="store_true", help="print every group and its reason")
     return parser
 
 
 def replay(arguments: Sequence[str]) -> int:
     """Play a log back; the exit status is 1 where the policy decides otherwise."""
     parser = Parser("replay", "Plays a scheduler's log back to its policy, and compares what it decides.")
-    parser.add_argument("file", type=Path, help="as sdpipe scheduler --log wrote it")
+    parser.add_argument(
+        "file", type=Path, help="the scheduler's log, which log_dir= or `sdpipe scheduler --log` writes"
+    )
     options = parser.parse_args(arguments)
     differs, played = False, False
     for record in read_log(options.file):

@@ -44,7 +44,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def add_key_file(parser: Parser) -> None:
     """Add the option that :func:`scheduler_of` takes."""
-    parser.add_argument("--key-file", type=Path, help="worker.key (default: what the scheduler left for this account)")
+    parser.add_argument(
+        "--key-file", type=Path, help="the run's worker.key (default: found for your own runs on this machine)"
+    )
 
 
 def add_scheduler(parser: Parser) -> None:
@@ -53,7 +55,7 @@ def add_scheduler(parser: Parser) -> None:
         "address",
         nargs="?",
         metavar="ADDRESS",
-        help="of a scheduler, as in tcp://127.0.0.1:5555 (default: the only scheduler of this account)",
+        help="address of the scheduler, like tcp://127.0.0.1:5555 (default: your only run on this machine)",
     )
     add_key_file(parser)
 
@@ -64,19 +66,27 @@ def _parser() -> Parser:
         "run",
         nargs="?",
         metavar="ADDRESS|LOG",
-        help="a scheduler, as in tcp://127.0.0.1:5555, or its log (default: the only scheduler of this account)",
+        help="address of the scheduler, like tcp://127.0.0.1:5555, or its log (default: your only run on this machine)",
     )
     add_key_file(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--once",
         action="store_true",
-        help="the exit status says how the run is: 0 healthy, 10 warning, 11 critical, 12 too little is known, 2 this "
-        "could not be carried out",
+        help="report by exit status: 0 healthy, 10 warning, 11 critical, 12 too little is known, 2 the command failed",
     )
-    form.add_argument("--json", action="store_true", help="one JSON object, for machines")
-    form.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="refresh (needs rich)")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=1.0,
+        metavar="SECONDS",
+        help="refresh every second, or every SECONDS; needs the extra `watch`",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="how long to wait for the scheduler's answer"
+    )
     return parser
 
 

@@ -24,8 +24,12 @@ MOST_LAGS = 10_000_000
 
 def main(arguments: Sequence[str]) -> None:
     """Write the report."""
-    parser = Parser("report", "Writes one file about a run that is over.")
-    parser.add_argument("log", type=Path, help="of its scheduler: log_dir= or sdpipe scheduler --log keeps it")
+    parser = Parser("report", "Writes a report, one HTML file, about a run that is over.")
+    parser.add_argument(
+        "log",
+        type=Path,
+        help="the scheduler's log (scheduler.jsonl), which log_dir= or `sdpipe scheduler --log` writes",
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="file to write")
     options = parser.parse_args(arguments)
     write(options.log, options.output)

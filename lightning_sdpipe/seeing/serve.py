@@ -54,24 +54,26 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser("serve", "Shows a run in a browser, and to Prometheus; needs the extra `serve`.")
+    parser = Parser(
+        "serve", "Shows a run in a browser, and exports its metrics to Prometheus; needs the extra `serve`."
+    )
     add_scheduler(parser)
     add = parser.add_argument
-    add("--port", type=int, default=PORT, help="0 is any that is free")
-    add("--host", default="127.0.0.1", help="that it listens at; others than loopback need --token-file")
+    add("--port", type=int, default=PORT, help="port to listen at; 0 for any free port")
+    add("--host", default="127.0.0.1", help="address to listen at; any but loopback needs --token-file")
     add(
         "--token-file",
         type=Path,
-        help=f"with {_SHORTEST_TOKEN} characters or more, which requests must have, and only you may read",
+        help=f"a file, readable by you only, with the token that requests need, {_SHORTEST_TOKEN} characters or more",
     )
     add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="by which browsers may call this machine, besides its own name and loopback; may be repeated",
+        help="another name of this machine that browsers may use; may be repeated",
     )
-    add("--timeout", type=float, default=3.0, help="seconds to wait for the scheduler's answers")
+    add("--timeout", type=float, default=3.0, metavar="SECONDS", help="how long to wait for the scheduler's answer")
     return parser
 
 

@@ -67,13 +67,18 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "trace", "Writes what the workers of a living run did in their newest updates, for ui.perfetto.dev."
-    )
+    parser = Parser("trace", "Writes a timeline of the newest updates of a run that trains, for ui.perfetto.dev.")
     add_scheduler(parser)
-    parser.add_argument("--updates", type=int, default=20, help=f"the newest of each worker, up to {MOST_UPDATES}")
+    parser.add_argument(
+        "--updates",
+        type=int,
+        default=20,
+        help=f"how many of each worker's newest updates to write, up to {MOST_UPDATES}",
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="how long to wait for the scheduler's answer"
+    )
     return parser
 
 

@@ -122,44 +122,60 @@ def _slowness(options: Namespace, devices: int) -> Heterogeneity | None:
 
 
 def _parser() -> Parser:
-    parser = Parser("simulate", "Runs a policy in virtual time, and compares an epoch with all-reduce's.")
+    parser = Parser("simulate", "Runs a policy in virtual time, and compares the length of an epoch with all-reduce's.")
     add = parser.add_argument
-    add("--policy", default="semi_decentralized", help="a name, or my_package.policies:RoundRobin")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
+    add(
+        "--policy",
+        default="semi_decentralized",
+        help="name of a policy, or one of your own, like my_package.policies:RoundRobin",
+    )
+    add(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy, like --set window=0.05"
+    )
     add(
         "--stages",
         type=depths_of,
         default="4",
         metavar="M",
-        help="the stages of a pipeline; or of each, as in 1,2,2, which hold equal parts of one model",
+        help="number of stages of a pipeline, or of each pipeline, like 1,2,2",
     )
-    add("--pipelines", type=int, help="N, the pipelines; 4 unless --stages lists them")
+    add("--pipelines", type=int, metavar="N", help="number of pipelines (default: 4, or as many as --stages lists)")
     add(
         "--speeds",
         type=speeds_of,
-        help="relative speed of each stage's device, like 1,0.5, and like 1/0.5,0.5/0.5,0.5 for each pipeline, "
-        "which is cut so that its stages take equally long (default: all 1)",
+        help="relative speed of each stage's device, like 1,0.5 (1/0.5,0.5/0.5,0.5 for three pipelines); pipelines are "
+        "cut so that their stages take equally long (default: all 1)",
     )
-    add("--iterations", type=int, default=100, help="mini-batches of each pipeline")
+    add("--iterations", type=int, default=100, help="number of mini-batches of each pipeline")
     add("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
-    add("--micro-batches", type=int, help="of a mini-batch; M, and 1 under pipedream")
-    add("--batch-seconds", type=float, default=0.1, help="of a stage for a mini-batch, in the deepest pipeline")
-    add("--jitter", type=float, default=0.05, help="share by which that varies")
-    add("--exchange", type=float, default=0.0, help="seconds that a group takes to average")
+    add(
+        "--micro-batches",
+        type=int,
+        help="micro-batches of a mini-batch (default: the number of stages; 1 with pipedream)",
+    )
+    add(
+        "--batch-seconds",
+        type=float,
+        default=0.1,
+        metavar="SECONDS",
+        help="time of a mini-batch on a stage of the deepest pipeline",
+    )
+    add("--jitter", type=float, default=0.05, help="relative variation of that time")
+    add("--exchange", type=float, default=0.0, metavar="SECONDS", help="time that a group takes to average")
     add(
         "--announce",
         choices=["early", "late"],
-        help="early: before the last backward or within it; late: after the step; as the policy does by default",
+        help="when workers report ready: before the last backward ends, or after the step (default: the policy's)",
     )
     add(
         "--heterogeneity",
         choices=["none", "a", "b", "static", "trace"],
-        help="stragglers (default: static with --factors, else b)",
+        help="how devices are slow: docs/heterogeneity.md (default: static with --factors, else b)",
     )
     add(
         "--factors",
         type=numbers_of,
-        help=f"how many times as slow each device is, by global rank (default of static: {_FACTORS}, in turn)",
+        help=f"slowness of each device, by global rank: 2 takes twice as long (default of static: {_FACTORS})",
     )
-    add("--seed", type=int, default=0, help="of everything that is drawn")
+    add("--seed", type=int, default=0, help="seed of all random numbers")
     return parser

@@ -74,26 +74,55 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "run",
-        "Trains on this machine with N pipelines of M processes each, which start again when they die.",
+        "Trains on this machine with N pipelines of M processes each. A pipeline that dies is started again.",
         usage="sdpipe run --pipelines N [--stages M] [options] [-m] SCRIPT [ARGUMENT …]",
     )
     add = parser.add_argument
-    add("--pipelines", type=int, required=True, metavar="N", help="pipelines, each a job of its own")
-    add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline")
-    add("--restarts", type=int, default=10, metavar="K", help="of each pipeline, until it is given up")
-    add("--min-pipelines", type=int, default=1, metavar="P", help="fewer than these do not train")
-    add("--gather", type=float, default=60.0, help="seconds until it begins without those that have not come")
-    add("--hold-limit", type=float, default=1800.0, help="seconds of waiting for --min-pipelines at most")
-    add("--resume", action="store_true", help="go on from the newest checkpoint if all pipelines are lost at once")
-    add("--worker-timeout", type=float, default=30.0, help="seconds until a silent process counts as lost")
-    add("--policy", help="of the scheduler; that of the script's sync= by default")
+    add("--pipelines", type=int, required=True, metavar="N", help="number of pipelines")
+    add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline, one for each stage")
+    add("--restarts", type=int, default=10, metavar="K", help="a pipeline is given up after this many restarts")
+    add(
+        "--min-pipelines",
+        type=int,
+        default=1,
+        metavar="P",
+        help="with fewer pipelines than this, those that are left wait",
+    )
+    add(
+        "--gather",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="begin after this long without pipelines that have not come",
+    )
+    add(
+        "--hold-limit",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="end the run after waiting this long for --min-pipelines",
+    )
+    add("--resume", action="store_true", help="if all pipelines are lost at once, continue from the newest checkpoint")
+    add(
+        "--worker-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="a process that is silent for this long is lost",
+    )
+    add("--policy", help="the scheduler's policy (default: that of the script's sync=)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
-    bind = "where the scheduler listens; beyond loopback pipelines may come from other machines"
-    add("--bind", default="tcp://127.0.0.1:*", help=bind)
-    add("--logs", type=Path, help="a directory to be made for logs, keys and the path of the newest checkpoint")
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
-    add("script", metavar="SCRIPT", help="yours; it makes a Trainer with SDPipeStrategy, and fits")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the script").required = False
+    bind = "address to listen at; on another one than loopback, other machines may send pipelines"
+    add("--bind", default="tcp://127.0.0.1:*", metavar="ADDRESS", help=bind)
+    add(
+        "--logs",
+        type=Path,
+        metavar="DIRECTORY",
+        help="a new directory for logs and keys (default: one in sdpipe-runs/)",
+    )
+    add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
+    add("script", metavar="SCRIPT", help="your script, which calls fit of a Trainer with SDPipeStrategy")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script").required = False
     return parser
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
+from torch.multiprocessing.spawn import ProcessExitedException
 
 import __main__
 from lightning_sdpipe import openmp
@@ -43,9 +44,13 @@ _WOKEN = 2.0  # seconds that this process gets to end by itself once they have e
 _JOINED = "SDPIPE_JOINED"  # in a started process: the pipe through which it reports that it has come to its Trainer
 _PR_SET_PDEATHSIG = 1
 _SET_FOR_WORKERS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-_FORK_INSTEAD = (
-    'Or give SDPipeStrategy(start_method="fork"): the other processes are copies of this one, on this machine. With '
+_FORK = (
+    'SDPipeStrategy(start_method="fork"): the other processes are then copies of this one, on this machine. With '
     "CUDA, nothing may have used a GPU before."
+)
+_NO_GUARD = (
+    "The processes that this script starts read it again from the top, and came to its `fit`: put what follows its "
+    'definitions under `if __name__ == "__main__":`, or leave start_method= out (the default needs no such line).'
 )
 _PROCESSES_GONE = (
     "and processes that would train now have ended with it. Run the script again. A script that goes on after a "
@@ -69,7 +74,7 @@ def launcher_for(strategy: Any, start_method: str, check: Check, timeout: float)
     if interactive or (_JOINED in os.environ and start_method != "popen"):
         raise ConfigurationError(
             "In a notebook or an interactive session, there is no script that other processes could run "
-            f"(start_method={start_method!r}). {_FORK_INSTEAD}"
+            f"(start_method={start_method!r}). Pass {_FORK}"
             if interactive
             else "This process runs the script again for a later Trainer, whose start_method is 'popen', and has come "
             f"to one with start_method={start_method!r}. Give all Trainers of a script the same start_method."
@@ -153,11 +158,11 @@ class CheckingLauncher(SubprocessScriptLauncher):
                 raise ConfigurationError(
                     f"This program was started as {sys.argv[0]!r}, which does not lead to it from {os.getcwd()}: it "
                     "has changed its working directory (os.chdir), and other processes start there. Start it as "
-                    f"{script!r}, and change to an absolute path; or change the directory after fit. {_FORK_INSTEAD}"
+                    f"{script!r}, and change to an absolute path; or change the directory after fit. Or pass {_FORK}"
                 )
             raise ConfigurationError(
                 "This program has no file that other processes could run, as with `python < script.py` or `python -c`: "
-                f"put it into one. {_FORK_INSTEAD}"
+                f"put it into one. Or pass {_FORK}"
             )
         job.at_end(_restore_environment, {name: os.environ.get(name) for name in _SET_FOR_WORKERS})
         job.at_end(_leave_process_groups)
@@ -265,6 +270,8 @@ class WholeModelLauncher(MultiProcessingLauncher):
         self._grace = grace
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise SystemExit(_NO_GUARD)  # the message alone: the traceback would be one of multiprocessing's insides
         self._check(trainer, inspect.signature(function).bind(*args, **kwargs).arguments)
         if dist.is_initialized() and dist.get_world_size() == 1:  # a copy would wait in this process's own group
             job.end()
@@ -275,6 +282,9 @@ class WholeModelLauncher(MultiProcessingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except KeyboardInterrupt:  # perhaps only this process was interrupted
             self.kill(signal.SIGTERM)
+            raise
+        except ProcessExitedException as error:
+            error.add_note("That process has said why, above, if it had the time.")
             raise
         finally:
             deadline = time.monotonic() + self._grace

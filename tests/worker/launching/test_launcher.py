@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import subprocess
 import sys
 import weakref
@@ -51,6 +52,14 @@ def test_a_notebook_is_told_to_fork(start_method: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(ConfigurationError, match=r"notebook.*SDPipeStrategy\(start_method=\"fork\"\).*CUDA"):
         L.Trainer(accelerator="cpu", devices=2, strategy=SDPipeStrategy(2, start_method=start_method))
+
+
+def test_a_script_without_a_guard_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process that was started to read it, whose tracebacks would be of what the user has not written."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=SDPipeStrategy(start_method="spawn"), logger=False)
+    with pytest.raises(SystemExit, match='if __name__ == "__main__":'):
+        trainer.fit(BoringModel())
 
 
 @pytest.mark.parametrize("program", ["", "-", "-c"])
