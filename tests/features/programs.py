@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -180,7 +181,13 @@ class Unused(ByHand):
 
 
 def train_loader() -> Any:
-    return DataLoader(samples(), BATCH)
+    """The last batch is smaller."""
+    return DataLoader(samples(30), BATCH)
+
+
+def unlike_last_batches() -> Any:
+    """The last batch of each rank has its own size, which no sampler makes equal."""
+    return map(tuple, list(DataLoader(samples(9 + int(os.environ["RANK"])), BATCH)))
 
 
 @dataclass(frozen=True)
@@ -293,6 +300,7 @@ PROGRAMS: dict[str, Program] = {
     "dataloader_iter": Program(Fetching),
     "no modules": Program(Bare),
     "a generator": Program(Regression, lambda: (batch for batch in list(train_loader())), lambda: {"max_epochs": 1}),
+    "unlike last batches": Program(Adversarial, unlike_last_batches, lambda: {"max_epochs": 1}, UNUSED),
     "a map": Program(Regression, lambda: map(tuple, list(train_loader())), lambda: {"max_epochs": 1}),
     "weights averaged": Program(Regression, options=callbacks(WeightAveraging)),
     "moving average": Program(Regression, options=callbacks(lambda: EMAWeightAveraging(decay=0.8))),
