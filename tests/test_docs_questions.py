@@ -31,7 +31,7 @@ ANSWERS: dict[str, tuple[str, str]] = {
     "Can I go *back to DDP*?": ("from_ddp.md", "Back to DDP"),
     "How do I use machines with *1, 2 and 3 GPUs*?": ("unlike_devices.md", "Machines with 1, 2 and 3 GPUs"),
     "Can the *larger card* get a *larger batch*?": ("choosing.md", "A larger batch on the larger card"),
-    "How much *memory* does it take *beyond DDP*?": ("from_ddp.md", "Memory beyond DDP's"),
+    "How much *memory* does it take *beyond DDP*?": ("exchange.md", "Memory beyond DDP's"),
     "Which *network* do *P parameters* need at *1 and 10 Gbit/s*?": (
         "exchange.md",
         "The network that P parameters need at 1 and 10 Gbit/s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
+from io import BytesIO
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -47,9 +48,8 @@ def digest(path: Any) -> int:
     """Return a number of the contents of the checkpoint at ``path``; 0 if there is none."""
     if not path:
         return 0
-    place = _file(path)
     try:
-        with get_filesystem(place).open(place, "rb") as file:
+        with _opened(path) as file:
             try:
                 contents: Any = [(entry.filename, entry.CRC) for entry in zipfile.ZipFile(file).infolist()]
             except zipfile.BadZipFile:
@@ -60,8 +60,11 @@ def digest(path: Any) -> int:
     return crc32(repr(contents).encode()) or 1
 
 
-def _file(path: Any) -> str:
-    return f"{path}/{REST}" if is_distributed(path) else str(path)
+def _opened(path: Any) -> Any:
+    place = f"{path}/{REST}" if is_distributed(path) else str(path)
+    files = get_filesystem(place)
+    # as Lightning reads it: not every server gives a part of a file
+    return BytesIO(files.cat_file(place)) if place.startswith("http") else files.open(place, "rb")
 
 
 def described(path: Any, digest: int) -> str:
@@ -71,7 +74,7 @@ def described(path: Any, digest: int) -> str:
     if not digest:
         return f"none at {path}"
     try:
-        with get_filesystem(path).open(_file(path), "rb") as file:
+        with _opened(path) as file:
             checkpoint = torch.load(file, map_location="meta", weights_only=True)
         return f"{path} (epoch {checkpoint['epoch']}, step {checkpoint['global_step']}, contents {digest:x})"
     except Exception:  # what is wrong with it is said when it is loaded, if it is

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sdpipe import SDPipeStrategy
-from lightning_sdpipe.checkpoints.agreement import agree_on
+from lightning_sdpipe.checkpoints.agreement import agree_on, described, digest
 from lightning_sdpipe.checkpoints.files import WholeFiles
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.sync import AllReduce
@@ -82,6 +85,19 @@ def test_each_rank_hears_what_the_others_have(tmp_path: Path) -> None:
         for part in UNLIKE.get(name, []):
             assert part in said, name
         assert bool(said) == (name in UNLIKE), name
+
+
+def test_a_server_that_gives_whole_files_only_has_the_same_as_a_disk(tmp_path: Path) -> None:
+    path = _written(tmp_path / "last.ckpt", 10)
+    serves = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), serves) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        found, missing = digest(f"{address}/last.ckpt"), digest(f"{address}/no.ckpt")
+        said = described(f"{address}/last.ckpt", found)
+        server.shutdown()
+    assert (found, missing) == (digest(path), 0)
+    assert said.startswith(f"{address}/last.ckpt (epoch 1, step 10, contents ")
 
 
 def _fit(place: Path, path: Any, saves_at: Any = None) -> str:
