@@ -127,7 +127,7 @@ class Step:
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
     optimizers: Sequence[Optimizer] = ()  # those that train with it
-    skip: Callable[[float], None] | None = None  # called with the part of the mini-batch for which it returns None
+    returns: Callable[[Any, float], None] | None = None  # on one stage: takes what it returns for what part
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
@@ -167,10 +167,11 @@ class StageRunner:
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
-        if outcome is None and step.skip is not None:
-            step.skip(micro_batch.weight)
-            return torch.zeros((), device=self.link.device, requires_grad=True)
-        loss, weight = _loss(outcome, step.skip is None), micro_batch.weight * step.share
+        if step.returns is not None:
+            step.returns(outcome, micro_batch.weight)
+            if outcome is None:
+                return torch.zeros((), device=self.link.device, requires_grad=True)
+        loss, weight = _loss(outcome, step.returns is None), micro_batch.weight * step.share
         loss = loss if weight == 1.0 else loss * weight
         return loss if step.loss_scale is None else loss * step.loss_scale
 

@@ -292,6 +292,7 @@ class Training:
     _meeting: SyncPoint | None = None  # where the others have met, when this worker is out of data
     _outlook: Outlook | None = None
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    _others: dict[str, Any] = field(default_factory=dict)  # what the last step returned beside its loss
 
     def __post_init__(self) -> None:
         self._device = self.trainer.strategy.root_device
@@ -354,9 +355,14 @@ class Training:
             with self.first_failure:
                 self.rendezvous.join()
 
-    def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor | None:
-        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place; None if it
-        returned None, in the only process, which then skips the batch."""
+    def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Any:
+        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place, with the step's
+        other values for hooks if one stage ran it once; None if it returned None, in the only process, which then skips
+        the batch."""
+        loss = self._step(batch, arguments, source)
+        return loss if loss is None or not self._others else {**self._others, "loss": loss}
+
+    def _step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor | None:
         share = 1 / self.trainer.accumulate_grad_batches if self.parts.pipeline.flushes else 1.0
         if self._phases.lasting is Phase.ABSENT:  # hooks then see the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
@@ -373,10 +379,11 @@ class Training:
             scale = loss_scale(precision, self._device) if self._scales else None
             generation, portion = freezing.generation, source.portion
             whole = 1.0 if portion is None else portion.share
-            optimizers, skip = (self.trainer.optimizers, None) if self._is_cut else ((), partial(self._skip, whole))
+            optimizers, returns = (self.trainer.optimizers, None) if self._is_cut else ((), partial(self._take, whole))
             step = Step(
-                "training_step", arguments, context, stream, scale, share, closes, generation, portion, optimizers, skip
-            )
+                "training_step", arguments, context, stream, scale, share, closes, generation, portion, optimizers,
+                returns,
+            )  # fmt: skip
             exchange = self.sync.gradients if self._phases.updating else None
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
@@ -401,10 +408,15 @@ class Training:
             return None
         return loss
 
-    def _skip(self, whole: float, part: float) -> None:
-        """Skip so large a part of the ``whole`` mini-batch, for which the step has returned None. As in an
-        accumulation, it adds nothing to the gradient; and if it is all of the mini-batch, that counts for nothing in
+    def _take(self, whole: float, outcome: Any, part: float) -> None:
+        """Take what the step has returned for so large a part of the ``whole`` mini-batch. None skips that part: as in
+        an accumulation, it adds nothing to the gradient; and if it is all of the mini-batch, that counts for nothing in
         the mean of gradients, unless pipelines divide one batch."""
+        strategy: Any = self.trainer.strategy
+        passes_on = isinstance(outcome, Mapping) and strategy.num_micro_batches == 1
+        self._others = {name: value for name, value in outcome.items() if name != "loss"} if passes_on else {}
+        if outcome is not None:
+            return
         self._without_loss += part
         self._skipped = self._without_loss > whole - _ROUNDING
         if self._weighs and self._skipped:

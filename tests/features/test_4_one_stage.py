@@ -343,14 +343,15 @@ class AsksForALoader(Regression):
 
 
 class Stopping(Regression):
-    """Its loss has one dimension, of one number."""
+    """Its loss has one dimension, of one number, and comes with something for hooks."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         with pytest.raises(MisconfigurationException, match="should not contain information about `dataloader_idx`"):
             self.log("loss/dataloader_idx_0", 1.0)  # the line that is wrong
-        return self.loss(batch).reshape(1)
+        return {"loss": self.loss(batch).reshape(1), "number": batch_idx}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["number"] == batch_idx
         self.trainer.should_stop = batch_idx == 2
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
