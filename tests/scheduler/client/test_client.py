@@ -368,6 +368,24 @@ def test_a_full_buffer_brings_the_next_heartbeat_forward(monkeypatch: pytest.Mon
         assert brought[0] >= MOST, "the first update only marks the beginning of the next"
 
 
+_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0" + b"CURVE".ljust(52, b"\0")  # of ZMTP 3.0
+
+
+@pytest.mark.parametrize("said", [b"", _GREETING[:12], _GREETING], ids=["nothing", "half a greeting", "a greeting"])
+def test_a_client_that_gives_up_is_no_intruder(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """As a port scan, a health check, or `sdpipe status` at Ctrl-C."""
+    ours, worker = make_keys()
+    with serving(AllReduceModels(), 1, 1, keys=ours) as server:
+        host, port = server.address.removeprefix("tcp://").split(":")
+        for _ in range(3):
+            with socket.create_connection((host, int(port))) as gone:
+                gone.sendall(said)
+                if said == _GREETING:
+                    assert gone.recv(64), "the handshake has begun"
+        assert ask_status(server.address, credentials=worker).signals == 0
+    assert not [record for record in caplog.records if "turned away" in record.getMessage()]
+
+
 def test_the_right_keys_are_let_in_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     ours, worker = make_keys()
     theirs, stranger = make_keys()
