@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     print(report(placed), *instead, sep="\n")
     if options.output is not None:
         write_placement(options.output, placed.placement(f"{options.network}: {network.source}"))
-        print(f"\n{options.output}: for SDPipeStrategy({given(placed)}, placement=…)")
+        print(f'\n{options.output}: for SDPipeStrategy({given(placed)}, placement="{options.output}")')
     if options.picture is not None and placed.layout.alike:
         draw_picture(placed, options.picture)
         print(f"{options.picture}: the mesh and its slowest links")

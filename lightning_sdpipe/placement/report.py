@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from lightning_sdpipe.errors import shape
+from lightning_sdpipe.errors import counted, shape
 from lightning_sdpipe.placement.planner import Communication, PlacementResult
 
 WIDTH, HEIGHT = 150, 44
@@ -36,8 +36,10 @@ def rates(tried: Sequence[PlacementResult]) -> str:
 
 def given(placed: PlacementResult) -> str:
     """Return the strategy's arguments that go with a file."""
-    more = "" if placed.layout.alike else f', num_micro_batches={placed.micro_batches}, partition="placed"'
-    return f"num_stages={placed.num_stages}{more}"
+    deepest = max(placed.layout.depths)
+    micro_batches = f", num_micro_batches={placed.micro_batches}" if placed.micro_batches != deepest else ""
+    cut = ', partition="placed"' if deepest > 1 and placed.network.model is not None else ""
+    return f"num_stages={placed.num_stages}{micro_batches}{cut}"
 
 
 def report(placed: PlacementResult) -> str:
@@ -49,7 +51,7 @@ def report(placed: PlacementResult) -> str:
     if placed.layout.alike:
         mesh = shape(placed.layout.depths[0], placed.num_pipelines)
     cost = f"cost model {placed.job.cost}" + (
-        f", {placed.micro_batches} micro-batches" if placed.job.cost == "pipelined" else ""
+        f", {counted(placed.micro_batches, 'micro-batch')}" if placed.job.cost == "pipelined" else ""
     )
     lines = [f"{devices} devices as {mesh}; {cost}", "", *_table(placed, names), "", *_costs(placed, names)]
     found = placed.found
@@ -123,9 +125,13 @@ def _rank_zero(placed: PlacementResult, names: Sequence[str]) -> str:
     text = f"Rank 0         {names[placed.first]} must be rank 0 and runs a last stage, "
     if placed.price <= 1e-9 * placed.seconds:
         return text + "which costs nothing"
+    text += f"which costs {shown_seconds(placed.price)}"
+    if not placed.free_hosts:
+        return text
     hosts = " or ".join(placed.free_hosts[:3])
-    remedy = f"; start the run with host {hosts} first, and place with --first {placed.free_hosts[0]}:0, to avoid that"
-    return text + f"which costs {shown_seconds(placed.price)}" + (remedy if placed.free_hosts else "")
+    return (
+        f"{text}; start the run with host {hosts} first, and place with --first {placed.free_hosts[0]}:0, to avoid that"
+    )
 
 
 def shown_seconds(seconds: float) -> str:

@@ -30,7 +30,7 @@ _CHARACTERS, _BYTES = 40, 32
 
 log = logging.getLogger(__name__)
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH  # without detail: the client went away
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH  # others are of clients that went
 
 
 class SchedulerKeys(msgspec.Struct, frozen=True, tag="sdpipe scheduler keys"):

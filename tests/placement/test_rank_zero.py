@@ -8,6 +8,7 @@ import pytest
 
 from lightning_sdpipe.placement.model import even_stages
 from lightning_sdpipe.placement.planner import PlacementTask, place
+from lightning_sdpipe.placement.report import report
 from recipes.baselines import dtfm_cases as cases
 from tests.placement.sites import network_of_sites
 
@@ -32,5 +33,7 @@ def test_its_price_is_that_of_the_nearest_placement() -> None:
     assert placed.first == 0
     assert (placed.layout.rows[0][-1], placed.seconds, placed.price) == (0, pytest.approx(12.0), pytest.approx(8.0))
     assert placed.free_hosts == ["a", "c"]
+    assert "which costs 8.00 s; start the run with host a or c first" in report(placed)
+    assert "which costs 8.00 s\n" in f"{report(replace(placed, free_hosts=[]))}\n", "as on a single machine"
     free = place(network, replace(asked, first=1), even_stages(3, 0.0, 0.0))
     assert (free.layout.rows, free.seconds, free.price) == (((2, 0, 1),), pytest.approx(4.0), 0.0)
