@@ -127,7 +127,7 @@ class Step:
     generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
     optimizers: Sequence[Optimizer] = ()  # those that train with it
-    returns: Callable[[Any, float], None] | None = None  # on one stage: takes what it returns for what part
+    returns: Callable[[Any, float], None] | None = None  # on one stage: takes what is no tensor, for what part
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
@@ -167,7 +167,7 @@ class StageRunner:
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
-        if step.returns is not None:
+        if step.returns is not None and not isinstance(outcome, Tensor):
             step.returns(outcome, micro_batch.weight)
             if outcome is None:
                 return torch.zeros((), device=self.link.device, requires_grad=True)

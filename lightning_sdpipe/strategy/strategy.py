@@ -598,7 +598,9 @@ class SDPipeStrategy(DDPStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Any:
         if not self.module.automatic_optimization:
             return self.training.step_by_hand(batch, arguments)
-        return self.training.step(batch, arguments, self._batches)
+        training = self.training
+        loss = training.step(batch, arguments, self._batches)
+        return {**training.others, "loss": loss} if training.others and loss is not None else loss
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

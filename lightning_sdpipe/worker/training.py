@@ -277,6 +277,8 @@ class Training:
     """Mini-batches that this worker has begun since training started."""
     updates: int = 0
     """Number of its next update, counted alike in all pipelines: absences count. All stages begin training with one."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """What the last training step has returned beside its loss, if one stage ran it once."""
     underway: bool = False
     """True while batches are dealt, so that each pipeline is at a number of its own until the next sync point."""
     _first_update: int = 0
@@ -292,7 +294,6 @@ class Training:
     _meeting: SyncPoint | None = None  # where the others have met, when this worker is out of data
     _outlook: Outlook | None = None
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
-    _others: dict[str, Any] = field(default_factory=dict)  # what the last step returned beside its loss
 
     def __post_init__(self) -> None:
         self._device = self.trainer.strategy.root_device
@@ -355,14 +356,9 @@ class Training:
             with self.first_failure:
                 self.rendezvous.join()
 
-    def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Any:
-        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place, with the step's
-        other values for hooks if one stage ran it once; None if it returned None, in the only process, which then skips
-        the batch."""
-        loss = self._step(batch, arguments, source)
-        return loss if loss is None or not self._others else {**self._others, "loss": loss}
-
-    def _step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor | None:
+    def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor | None:
+        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place; None if it
+        returned None, in the only process, which then skips the batch."""
         share = 1 / self.trainer.accumulate_grad_batches if self.parts.pipeline.flushes else 1.0
         if self._phases.lasting is Phase.ABSENT:  # hooks then see the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
@@ -388,7 +384,7 @@ class Training:
             if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
                 self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
             accumulated = self._accumulated and not source.zeroes_gradients
-            self._without_loss, self._skipped = 0.0, False
+            self.others, self._without_loss, self._skipped = {}, 0.0, False
             # who trains a part of the batch of all pipelines must not matter
             self._weighs = exchange is not None and not accumulated and portion is None
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self._heard)
@@ -409,12 +405,12 @@ class Training:
         return loss
 
     def _take(self, whole: float, outcome: Any, part: float) -> None:
-        """Take what the step has returned for so large a part of the ``whole`` mini-batch. None skips that part: as in
-        an accumulation, it adds nothing to the gradient; and if it is all of the mini-batch, that counts for nothing in
-        the mean of gradients, unless pipelines divide one batch."""
+        """Take what the step has returned, which is no tensor, for so large a part of the ``whole`` mini-batch. None
+        skips that part: as in an accumulation, it adds nothing to the gradient; and if it is all of the mini-batch,
+        that counts for nothing in the mean of gradients, unless pipelines divide one batch."""
         strategy: Any = self.trainer.strategy
-        passes_on = isinstance(outcome, Mapping) and strategy.num_micro_batches == 1
-        self._others = {name: value for name, value in outcome.items() if name != "loss"} if passes_on else {}
+        if isinstance(outcome, Mapping) and strategy.num_micro_batches == 1:
+            self.others = {name: value for name, value in outcome.items() if name != "loss"}
         if outcome is not None:
             return
         self._without_loss += part
