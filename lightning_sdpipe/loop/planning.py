@@ -38,6 +38,7 @@ from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal import StepCalls
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
 from lightning_sdpipe.partition.sample import last_batch_size, sample_batch
+from lightning_sdpipe.partition.state_watch import TouchedError, Untouched
 from lightning_sdpipe.pipeline import lock_step
 from lightning_sdpipe.pipeline.micro_batches import split
 from lightning_sdpipe.pipeline.stage_runner import CollectiveGuard
@@ -162,7 +163,13 @@ def _plans(planning: Planning) -> list[plan.Plan]:
             _in_a_child(planning, end, partial(_try_micro_batches, planning))
         return plan.plans(module, planning.cuts, planning.names)
     try:
-        while isinstance(found := _in_a_child(planning, end, partial(_try, planning, profiles, end)), _Wanted):
+        touches = False
+        while not isinstance(
+            found := _in_a_child(planning, end, partial(_try, planning, profiles, end, touches)), list
+        ):
+            if found is None:
+                touches, planning.notes[:] = True, []
+                continue
             if not found.blocks:
                 found = _try_a_copy(planning, found)
                 break
@@ -192,9 +199,10 @@ def _in_a_child(planning: Planning, end: float, work: Callable[[], _T]) -> _T:
     return found
 
 
-def _try(planning: Planning, profiles: _Profiles, end: float) -> list[plan.Plan] | _Wanted:
-    """Make the plans in this process, which is a child; or say what only its parent can do. Costs are counted in
-    children of it, and each chain is tried in one: every one of them finds the module as the run will."""
+def _try(planning: Planning, profiles: _Profiles, end: float, touches: bool) -> list[plan.Plan] | _Wanted | None:
+    """Make the plans in this process, which is a child; or say what only its parent can do. Each chain is tried in a
+    child of it, and if a step ``touches`` what it finds, costs are counted and Python state is watched in children,
+    too: every one of them finds the module as the run will. None: a step does, and was not said to."""
     module = planning.trainer.lightning_module
     _compute_here(planning)
     if _has_opened_an_accelerator():  # whose threads autograd would start, and they end a child
@@ -216,17 +224,20 @@ def _try(planning: Planning, profiles: _Profiles, end: float) -> list[plan.Plan]
         return profiles[tuple(blocks)]
 
     in_a_child = partial(_in_a_child, planning, end)
+    alone = in_a_child if touches else Untouched(module).run
 
     def counted(step: StepCalls) -> Costs:
-        return rehearsal.count_apart(module, step, rates_of(planning.device), in_a_child)
+        return rehearsal.count_apart(module, step, rates_of(planning.device), alone)
 
     def failed(error: Exception) -> None:
         if planning.device.type != "cpu" or not _differentiates():
             raise _WantedError((), f"{type(error).__name__}: {error}") from error
 
-    trial = _Trial(lambda: module, _CPU, measure, counted, failed, in_a_child, True)
+    trial = _Trial(lambda: module, _CPU, measure, counted, failed, in_a_child, alone)
     try:
         return _made(planning, steps, trial)
+    except TouchedError:
+        return None
     except _WantedError as wanted:
         known = {step.name: (step.calls, step.single) for step in steps}
         found = _Wanted(wanted.blocks, wanted.error, known or {"training_step": (calls(), None)})
@@ -306,7 +317,7 @@ def _try_a_copy(planning: Planning, wanted: _Wanted) -> list[plan.Plan]:
         found = rehearsal.count(copied, step, rates_of(planning.device), planning.device)
         return found.renamed(dict(zip(copied.modules(), module.modules(), strict=False)))
 
-    trial = _Trial(partial(_copied, planning), planning.device, measure, counted, lambda _: None, operator.call, False)
+    trial = _Trial(partial(_copied, planning), planning.device, measure, counted, lambda _: None, operator.call, None)
     return _made(planning, steps, trial)
 
 
@@ -335,7 +346,7 @@ class _Trial:
         count: returns the costs of a step.
         failed: is told that a step does not run.
         attempt: as for :func:`~lightning_sdpipe.partition.plan.plans`.
-        watches: whether children of this process can run the steps.
+        watch_in: as for :func:`~lightning_sdpipe.partition.rehearsal.rehearse`.
     """
 
     module: Callable[[], nn.Module]
@@ -344,7 +355,7 @@ class _Trial:
     count: Callable[[StepCalls], Costs]
     failed: Callable[[Exception], None]
     attempt: Callable[[Callable[[], list[plan.Plan]]], list[plan.Plan]]
-    watches: bool
+    watch_in: rehearsal.Alone | None
 
 
 def _made(planning: Planning, steps: Sequence[StepCalls], trial: _Trial) -> list[plan.Plan]:
@@ -366,7 +377,7 @@ def _made(planning: Planning, steps: Sequence[StepCalls], trial: _Trial) -> list
             return None
         try:
             tried = trial.module()
-            found = rehearsal.rehearse(tried, chain, steps, trial.device, trial.watches)
+            found = rehearsal.rehearse(tried, chain, steps, trial.device, trial.watch_in)
         except Exception as error:  # what is not allowed in a step is refused when the real one runs
             _refuse_one_sample(module, error)
             trial.failed(error)

@@ -26,9 +26,11 @@ from lightning_sdpipe.partition.costs import Costs, Rates
 from lightning_sdpipe.partition.provenance import CalledAgain, ProvenanceTracer, Solitary, logging_to
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult, in_one_order
 from lightning_sdpipe.partition.sample import copied
-from lightning_sdpipe.partition.state_watch import Call, watch
+from lightning_sdpipe.partition.state_watch import Call, in_a_child, watch
 from lightning_sdpipe.random_streams import RandomStreams
 
+Alone = Callable[[Callable[[], Any]], Any]
+"""Calls a function of which nothing but the result remains, in a child process if need be."""
 _AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
 
 
@@ -46,10 +48,15 @@ class StepCalls:
 
 
 def rehearse(
-    module: nn.Module, chain: Sequence[str], steps: Sequence[StepCalls], device: torch.device, watches: bool = True
+    module: nn.Module,
+    chain: Sequence[str],
+    steps: Sequence[StepCalls],
+    device: torch.device,
+    watch_in: Alone | None = in_a_child,
 ) -> RehearsalResult:
-    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``. If it ``watches``,
-    child processes watch Python state before; that can be done on the CPU alone.
+    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``. Python state is
+    watched before in functions that ``watch_in`` calls, so that their changes do not remain, on the CPU; None: it is
+    not.
 
     Raises:
         Exception: a step raised it, or the step communicates with other processes, which do not rehearse.
@@ -58,9 +65,10 @@ def rehearse(
     traces = {}
     weights: dict[str, set[int]] = {}
     watched, lock_step = {}, dict[str, int]()
-    for step in steps if watches else ():
+    for step in steps if watch_in else ():
         with _noting_repeats(step, lock_step):
-            watched[step.name] = watch(module, chain, _watched_calls(module, step, device), once=not step.trains)
+            calls = _watched_calls(module, step, device)
+            watched[step.name] = watch(module, chain, calls, not step.trains, watch_in or in_a_child)
     for step in (step for step in steps if step.name not in lock_step):
         with _noting_repeats(step, lock_step), unheard(module, step.trains, device):
             labels = ProvenanceTracer(module, chain, once=not step.trains)
@@ -131,15 +139,16 @@ def count(module: nn.Module, step: StepCalls, rates: Rates, device: torch.device
         return costs.count(partial(getattr(module, step.name), batch, *arguments), rates)
 
 
-def count_apart(module: nn.Module, step: StepCalls, rates: Rates, run: Callable[[Callable[[], Costs]], Costs]) -> Costs:
-    """Return the costs that :func:`count` finds on the CPU in a child process, in which ``run`` calls a function."""
+def count_apart(module: nn.Module, step: StepCalls, rates: Rates, run: Alone) -> Costs:
+    """Return the costs that :func:`count` finds on the CPU in a function that ``run`` calls, perhaps in a child."""
     modules = [*module.modules()]
 
     def packed() -> Costs:
         found = count(module, step, rates, torch.device("cpu"))
         return found.renamed({each: number for number, each in enumerate(modules)})
 
-    return run(packed).renamed(dict(enumerate(modules)))
+    found: Costs = run(packed)
+    return found.renamed(dict(enumerate(modules)))
 
 
 def _used_by_weight(module: nn.Module, weights: Mapping[str, set[int]], read: set[str]) -> set[int]:

@@ -8,8 +8,8 @@ place that only other stages change: whatever is done with a mark raises its nam
 fine. A mark cannot see ``is``; so a run with the values of before the first step, where these are plain, is compared
 with one with the true ones.
 
-All of that runs in child processes, of which nothing remains. Tensors leave traces in torch
-(:mod:`~lightning_sdpipe.partition.provenance`).
+All runs that change state, or set marks, are made in child processes, of which nothing remains. Tensors leave traces
+in torch (:mod:`~lightning_sdpipe.partition.provenance`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import _lru_cache_wrapper, partial
 from io import IOBase
 from itertools import islice
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -41,8 +41,16 @@ from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercepted
 from lightning_sdpipe.partition.placeholder import Unusable, refuse_operations
 from lightning_sdpipe.partition.provenance import OUTSIDE, logging_to, note_call
-from lightning_sdpipe.partition.python_values import GENERATORS, attributes_of, is_of_the_user, is_users, state_of
+from lightning_sdpipe.partition.python_values import (
+    GENERATORS,
+    attributes_of,
+    attributes_of_object,
+    is_of_the_user,
+    is_users,
+    state_of,
+)
 
+_T = TypeVar("_T")
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 METRIC = "the metric "
 _OPTIONS = "the options of the optimizer's group "
@@ -263,7 +271,11 @@ def digest(value: Any) -> Any:
     return _digest(value, _DEPTH, iter(range(_MANY)))
 
 
-def _digest(value: Any, depth: int, left: Iterator[int]) -> Any:
+def _digest(value: Any, depth: int, left: Iterator[int], kept: list[Any] | None = None) -> Any:
+    if kept is not None and isinstance(value, (Tensor, nn.Module)):
+        return _identity(value, kept)
+    if kept is not None and isinstance(value, Iterator) and not is_of_the_user(value):
+        return object()  # equal to nothing, since nothing tells how far it is
     if isinstance(value, (set, frozenset)):
         return len(value), tuple(sorted(repr(item) for item, _ in zip(value, left, strict=False)))
     if isinstance(value, (_PLAIN, _OTHERS)):
@@ -277,22 +289,66 @@ def _digest(value: Any, depth: int, left: Iterator[int]) -> Any:
         return crc32(state.numpy().tobytes()) if isinstance(state, Tensor) else repr(state)
     if isinstance(value, (Tensor, nn.Module)) or not depth:
         return None
-    within = partial(_digest, depth=depth - 1, left=left)
+    within = partial(_digest, depth=depth - 1, left=left, kept=kept)
     if isinstance(value, dict):
-        items = ((key, item) for key, item in value.items() if not _in_torch(item))
+        items = ((key, item) for key, item in value.items() if kept is not None or not _in_torch(item))
         return tuple((str(key), within(item)) for (key, item), _ in zip(items, left, strict=False))
     if isinstance(value, (list, tuple, deque)):
-        values = (item for item in value if not _in_torch(item))
+        values = (item for item in value if kept is not None or not _in_torch(item))
         return tuple(within(item) for item, _ in zip(values, left, strict=False)), len(value) > _MANY and len(value)
-    if is_of_the_user(value):
-        attributes = (attributes_of(value) or {}).items()
-        return tuple((name, within(item)) for (name, item), _ in zip(attributes, left, strict=False))
+    attributes = attributes_of(value) if is_of_the_user(value) else kept is not None and attributes_of_object(value)
+    if attributes:
+        return tuple((name, within(item)) for (name, item), _ in zip(attributes.items(), left, strict=False))
     return id(value) if depth < _DEPTH else None
 
 
 def _in_torch(value: Any) -> bool:
     """Return whether ``value`` is a tensor, or the place of one."""
     return value is None or isinstance(value, Tensor)
+
+
+def _identity(value: Any, kept: list[Any]) -> tuple[int, int]:
+    """Return which object ``value`` is, and how often it was written to, if it is a tensor. ``kept`` keeps it alive."""
+    kept.append(value)
+    return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+class Untouched:
+    """The state of ``root`` as it is now, for :meth:`run`: the Python state that the user's code reaches, and which
+    tensors it keeps there. Of modules of torch's own, buffers are left out, since nothing but values is in them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root, self._kept = root, list[Any]()
+        self._state = self._now()
+
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Return what ``work`` returns.
+
+        Raises:
+            TouchedError: the state is another one afterwards.
+        """
+        try:
+            return work()
+        finally:
+            if self._now() != self._state:
+                raise TouchedError
+
+    def _now(self) -> list[Any]:
+        owners = [(owner.prefix, owner.values()) for owner in _reached(self._root)]
+        owners += [(name, _attributes(vars(each))) for name, each in self._root.named_modules() if is_metric(each)]
+        tensors = [*self._root.parameters()]
+        for module in self._root.modules():
+            tensors += module.buffers(recurse=False) if is_users(type(module).__module__) else ()
+        found: list[Any] = [_identity(each, self._kept) for each in tensors]
+        for prefix, values in owners:
+            for name, value in [*values.items()]:
+                made = _digest(value, _DEPTH, iter(range(_MANY)), self._kept)
+                found.append((prefix, name, _identity(value, self._kept) if made is None else made))
+        return found
+
+
+class TouchedError(BaseException):
+    """A run has changed what it found. It is not an Exception: nothing else is to be made of it."""
 
 
 # ------------------------------------------------------------------------- observation
@@ -370,15 +426,26 @@ def metrics_of_log(name: str) -> list[str]:
     return [f"{METRIC}{name + suffix!r}" for suffix in ("", "_step", "_epoch")]
 
 
-def watch(module: nn.Module, chain: Sequence[str], calls: Sequence[Call], once: bool) -> Watched:
-    """Watch ``calls`` of a step, one after another, in a child process.
+def in_a_child(work: Callable[[], _T]) -> _T:
+    """Return what ``work`` returns in a child process."""
+    return apart(work, _SECONDS)
+
+
+def watch(
+    module: nn.Module,
+    chain: Sequence[str],
+    calls: Sequence[Call],
+    once: bool,
+    run: Callable[[Callable[[], Any]], Any] = in_a_child,
+) -> Watched:
+    """Watch ``calls`` of a step, one after another, in a function that ``run`` calls.
 
     Raises:
         CalledAgain: a call makes a second call of a block, which is to be called ``once``.
         Exception: the step raised it.
     """
     plain = {what: value for what, _, _, value in _places(_reached(module)) if isinstance(value, (*_PLAIN, *_OTHERS))}
-    changes, asked = apart(partial(_observed, module, chain, calls, once), _SECONDS)
+    changes, asked = run(partial(_observed, module, chain, calls, once))
     initial = {change.name: plain[change.name] for change in changes if change.name in plain}
     return Watched(module, chain, calls, changes, asked, initial)
 
@@ -446,7 +513,7 @@ class Watched:
         runs twice: a counter."""
         early = {c.name for c in self.changes if c.block == OUTSIDE and c.position < end}
         names = {name for name in early if not name.startswith(METRIC)}
-        return apart(partial(self._changed_twice, names, range(end)), _SECONDS) if names else set()
+        return in_a_child(partial(self._changed_twice, names, range(end))) if names else set()
 
     def _changed_twice(self, names: set[str], span: range) -> set[str]:
         owners, digests = _owners(self.module), []
@@ -483,7 +550,7 @@ class Watched:
                 return _FAILED, []
             return None, stage.outputs
 
-        return apart(outcome, _SECONDS)
+        return in_a_child(outcome)
 
 
 class _StageRun:

@@ -258,7 +258,7 @@ def measured_blocks(model: str, names: Sequence[str] | None, device: torch.devic
 
     def rehearse(chain: Sequence[str]) -> RehearsalResult:
         calls = rehearsal.StepCalls("training_step", [(batch, (0,))] * 2, trains=True)
-        rehearsals.append(rehearsal.rehearse(module, chain, [calls], device, watches=False))
+        rehearsals.append(rehearsal.rehearse(module, chain, [calls], device, watch_in=None))
         return rehearsals[-1]
 
     blocks = plan(module, 2, "balanced", names, measure, rehearse).blocks

@@ -37,7 +37,7 @@ def made(given: Any, *steps: StepCalls) -> Any:
     def count(step: StepCalls) -> Any:
         return planning.rehearsal.count(module, step, planning.rates_of(cpu), cpu)
 
-    trial = planning._Trial(lambda: module, cpu, measure, count, lambda _: None, operator.call, False)
+    trial = planning._Trial(lambda: module, cpu, measure, count, lambda _: None, operator.call, None)
     (plan,) = planning._made(given, steps, trial)
     return plan
 

@@ -16,8 +16,9 @@ from torchmetrics import MeanMetric
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.apart import apart
 from lightning_sdpipe.partition.provenance import StepTrace
-from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
+from lightning_sdpipe.partition.rehearsal import Alone, StepCalls, rehearse
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
+from lightning_sdpipe.partition.state_watch import in_a_child
 
 
 class Busy(nn.Module):
@@ -218,12 +219,12 @@ class Evaluated(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("watches", [True, False])
-def test_evaluations_that_no_pipeline_runs_are_told_from_others(watches: bool) -> None:
+@pytest.mark.parametrize("watch_in", [in_a_child, None])
+def test_evaluations_that_no_pipeline_runs_are_told_from_others(watch_in: Alone | None) -> None:
     names = ("training_step", "validation_step", "test_step", "predict_step")
     calls = [(torch.randn(2, 2), ())] * 2
     steps = [StepCalls(name, calls, name == "training_step") for name in names]
-    found = rehearse(Evaluated(), [f"layers.{n}" for n in range(3)], steps, torch.device("cpu"), watches)
+    found = rehearse(Evaluated(), [f"layers.{n}" for n in range(3)], steps, torch.device("cpu"), watch_in)
     assert found.lock_step == {"validation_step": 4, "test_step": 3}
     assert list(found.traces) == ["training_step", "predict_step"]
     assert found.order == [0, 1, 2]

@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.plan import plan
 from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
+from lightning_sdpipe.partition.state_watch import TouchedError, Untouched
 from lightning_sdpipe.worker.assembly import refuse_counting
 from tests.partition.cutting import LossOf, Stepping, assert_equal_when_cut, planned
 from tests.partition.test_side_channels import batches
@@ -173,53 +175,87 @@ def drawn(draw: Callable[[Any], Any]) -> LossOf:
 HERE = __name__
 
 
-@pytest.mark.parametrize(
-    ("loss_of", "what"),
-    [
-        (kept(lambda model: model.number, lambda model, loss: setattr(model, "number", loss)), "model.number"),
-        (kept(lambda model: vars(model)["number"], lambda model, loss: setattr(model, "number", loss)), "model.number"),
-        (kept(lambda model: model.number, lambda model, loss: vars(model).update(number=loss)), "model.number"),
-        (kept(lambda model: model.maybe or 0.5, lambda model, loss: setattr(model, "maybe", loss)), "model.maybe"),
-        (kept(lambda model: model.meter(), lambda model, loss: model.meter.add(loss)), "model.meter"),
-        (kept(lambda model: sum(model.history), lambda model, loss: model.history.append(loss)), "model.history"),
-        (kept(lambda model: model.state["a"]["b"], lambda model, loss: model.state["a"].update(b=loss)), "model.state"),
-        (
-            kept(lambda model: model.namespace.value, lambda model, loss: setattr(model.namespace, "value", loss)),
-            "model.namespace",
-        ),
-        (kept(lambda model: float(model.array[0]), lambda model, loss: model.array.fill(loss)), "model.array"),
-        (kept(lambda model: model.of_class, lambda model, loss: setattr(Model, "of_class", loss)), "Model.of_class"),
-        (
-            kept(lambda model: type(model).of_class, lambda model, loss: setattr(Model, "of_class", loss)),
-            "Model.of_class",
-        ),
-        (kept(lambda model: model.in_class[-1], lambda model, loss: Model.in_class.append(loss)), "Model.in_class"),
-        (kept(lambda model: Shared.number, lambda model, loss: setattr(Shared, "number", loss)), f"{HERE}.Shared"),
-        (kept(lambda model: function(1.0), lambda model, loss: setattr(function, "factor", loss)), f"{HERE}.function"),
-        (kept(lambda model: NUMBERS[-1], lambda model, loss: NUMBERS.append(loss)), f"{HERE}.NUMBERS"),
-        (global_number, f"{HERE}.NUMBER"),
-        (counter, "model.number"),
-        (flag, "model.flag"),
-        (only_is, "model.maybe"),
-        (in_torch, "model.number"),
-        (amidst, "model.number"),
-        (drawn(lambda model: next(model.ticks)), "model.ticks"),
-        (drawn(lambda model: next(model.ticks_of_class)), "Model.ticks_of_class"),
-        (drawn(lambda model: next(model.cycle)), "model.cycle"),
-        (drawn(lambda model: torch.randn(4, generator=model.draws)), "model.draws"),
-        (drawn(lambda model: float(model.arrays.random())), "model.arrays"),
-        (drawn(lambda model: model.numbers.random()), "model.numbers"),
-        (drawn(lambda model: float(GLOBAL.random())), f"{HERE}.GLOBAL"),
-        (counted(), "the variable number of counted"),
-        (shared_meter(), "the variable meter of shared_meter"),
-    ],
-)
+MISSED = [
+    (kept(lambda model: model.number, lambda model, loss: setattr(model, "number", loss)), "model.number"),
+    (kept(lambda model: vars(model)["number"], lambda model, loss: setattr(model, "number", loss)), "model.number"),
+    (kept(lambda model: model.number, lambda model, loss: vars(model).update(number=loss)), "model.number"),
+    (kept(lambda model: model.maybe or 0.5, lambda model, loss: setattr(model, "maybe", loss)), "model.maybe"),
+    (kept(lambda model: model.meter(), lambda model, loss: model.meter.add(loss)), "model.meter"),
+    (kept(lambda model: sum(model.history), lambda model, loss: model.history.append(loss)), "model.history"),
+    (kept(lambda model: model.state["a"]["b"], lambda model, loss: model.state["a"].update(b=loss)), "model.state"),
+    (
+        kept(lambda model: model.namespace.value, lambda model, loss: setattr(model.namespace, "value", loss)),
+        "model.namespace",
+    ),
+    (kept(lambda model: float(model.array[0]), lambda model, loss: model.array.fill(loss)), "model.array"),
+    (kept(lambda model: model.of_class, lambda model, loss: setattr(Model, "of_class", loss)), "Model.of_class"),
+    (
+        kept(lambda model: type(model).of_class, lambda model, loss: setattr(Model, "of_class", loss)),
+        "Model.of_class",
+    ),
+    (kept(lambda model: model.in_class[-1], lambda model, loss: Model.in_class.append(loss)), "Model.in_class"),
+    (kept(lambda model: Shared.number, lambda model, loss: setattr(Shared, "number", loss)), f"{HERE}.Shared"),
+    (kept(lambda model: function(1.0), lambda model, loss: setattr(function, "factor", loss)), f"{HERE}.function"),
+    (kept(lambda model: NUMBERS[-1], lambda model, loss: NUMBERS.append(loss)), f"{HERE}.NUMBERS"),
+    (global_number, f"{HERE}.NUMBER"),
+    (counter, "model.number"),
+    (flag, "model.flag"),
+    (only_is, "model.maybe"),
+    (in_torch, "model.number"),
+    (amidst, "model.number"),
+    (drawn(lambda model: next(model.ticks)), "model.ticks"),
+    (drawn(lambda model: next(model.ticks_of_class)), "Model.ticks_of_class"),
+    (drawn(lambda model: next(model.cycle)), "model.cycle"),
+    (drawn(lambda model: torch.randn(4, generator=model.draws)), "model.draws"),
+    (drawn(lambda model: float(model.arrays.random())), "model.arrays"),
+    (drawn(lambda model: model.numbers.random()), "model.numbers"),
+    (drawn(lambda model: float(GLOBAL.random())), f"{HERE}.GLOBAL"),
+    (counted(), "the variable number of counted"),
+    (shared_meter(), "the variable meter of shared_meter"),
+]
+
+
+@pytest.mark.parametrize(("loss_of", "what"), MISSED)
 @pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_what_a_stage_would_miss_is_refused(loss_of: Any, what: str, num_stages: int) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"training_step changes {what}[\w.]* after the end of a stage that reads"
     ):
         planned(Stepping(Model(), loss_of), batches(2), num_stages)
+
+
+@pytest.mark.parametrize(("loss_of", "what"), MISSED)
+def test_a_run_that_changes_state_is_told_from_others(loss_of: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Model()
+    for name in ("ticks", "cycle"):
+        delattr(model, name) if name not in what else None
+    if not what.endswith("ticks_of_class"):
+        monkeypatch.delattr(Model, "ticks_of_class")
+        if not what.endswith(("ticks", "cycle")):
+            Untouched(model).run(partial(model, batches(1)[0]))
+    module = Stepping(model, loss_of)
+    with pytest.raises(TouchedError):
+        Untouched(module).run(partial(module.training_step, batches(1)[0]))
+
+
+@pytest.mark.parametrize("kind", ["attribute", "list", "library", "weight", "metric", "buffer"])
+def test_a_run_that_leaves_tensors_is_told_from_others(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    of_the_users: Any = Stepping(model, lambda model, x: squared(model(x)))
+    of_the_users.kept, of_the_users.metric, of_the_users.library = [], MeanMetric(), pytest.MonkeyPatch()
+    of_the_users.register_buffer("buffer", torch.zeros(1))
+    before = Untouched(of_the_users)
+    before.run(partial(of_the_users.training_step, batches(1)[0]))  # which changes running means
+    acts: dict[str, Callable[[], object]] = {
+        "attribute": lambda: setattr(of_the_users, "last", torch.ones(1)),
+        "list": lambda: of_the_users.kept.append(torch.ones(1)),
+        "library": lambda: setattr(of_the_users.library, "last", torch.ones(1)),
+        "weight": lambda: nn.init.ones_(model[0].weight),  # type: ignore[arg-type]
+        "metric": lambda: of_the_users.metric.update(1.0),
+        "buffer": lambda: of_the_users.buffer.add_(1),
+    }
+    with pytest.raises(TouchedError):
+        before.run(acts[kind])
 
 
 class Mode(Enum):
