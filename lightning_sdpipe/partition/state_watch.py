@@ -336,7 +336,7 @@ class Untouched:
     def _now(self) -> list[Any]:
         owners = [(owner.prefix, owner.values()) for owner in _reached(self._root)]
         owners += [(name, _attributes(vars(each))) for name, each in self._root.named_modules() if is_metric(each)]
-        tensors = [*self._root.parameters()]
+        tensors: list[Tensor] = [*self._root.parameters()]
         for module in self._root.modules():
             tensors += module.buffers(recurse=False) if is_users(type(module).__module__) else ()
         found: list[Any] = [_identity(each, self._kept) for each in tensors]
