@@ -246,13 +246,6 @@ def test_a_new_start_is_made_from_the_newest_checkpoint_when_that_was_asked_for(
     assert isinstance(epoch, Epoch), "a newcomer has the state"
 
 
-def test_without_any_checkpoint_there_is_nothing_to_resume_from() -> None:
-    run = Run(resume=True)
-    run.enrol(0)
-    *_, over = run.say(w.Ended, 0, "ended")
-    assert isinstance(over, w.RunOver)
-
-
 def test_a_bug_that_ends_the_last_two_is_named_rather_than_that_nobody_is_left() -> None:
     run = Run(start_pipelines=2)
     run.enrol(0), run.enrol(1)

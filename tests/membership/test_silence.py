@@ -67,28 +67,6 @@ def test_a_silent_stage_takes_its_pipeline_with_it() -> None:
     assert list(heard.lost) == [1]
 
 
-def test_all_that_fall_silent_together_are_taken_back() -> None:
-    heard = Heard(3)
-    heard.until(10.0)
-    heard.until(60.0, silent=(0, 1, 2))
-    assert heard.silence.of_all_since is not None
-    heard.until(61.0, silent=(1, 2))
-    assert heard.silence.of_all_since is None
-    heard.until(100.0, silent=(2,))  # for which TCP may have chosen a long pause
-    heard.until(120.0)
-    assert not heard.lost
-
-
-def test_all_that_fall_silent_within_one_limit_are_taken_back() -> None:
-    heard = Heard(3)
-    heard.until(10.0)
-    heard.until(12.0, silent=(0,))
-    heard.until(14.5, silent=(0, 1))
-    heard.until(30.0, silent=(0, 1, 2))
-    heard.until(50.0)
-    assert not heard.lost
-
-
 def test_who_does_not_come_back_after_a_silence_of_all_is_lost_when_that_has_lasted_as_long_again() -> None:
     heard = Heard(3)
     heard.until(10.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -17,12 +16,10 @@ from typing import Any
 
 import pytest
 
-from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import Enrolled
-from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -31,7 +28,6 @@ from lightning_sdpipe.scheduler.client.client import (
     CancelledError,
     MustEndError,
     Receive,
-    RunOverError,
     SchedulerClient,
     Start,
 )
@@ -167,26 +163,6 @@ def test_groups_name_a_process_group_that_all_members_hold() -> None:
         assert at_once(*[client.group for client in clients])[0].epoch == 1, "it was kept until they shared one"
 
 
-def test_what_a_member_of_a_broken_round_lacks_is_handed_over_by_one_that_has_it() -> None:
-    terms = ElasticConfig(settle=0.0, start_pipelines=3)
-    with running(AllPresent(), pipelines=3, terms=terms) as fleet:
-        clients = fleet.start(0, 1, 2)
-        given = queue.SimpleQueue[tuple[int, Group]]()
-        for client in clients:
-            client.holds([1])
-            client.on_invitation = lambda group, after, i=client.worker.pipeline: given.put((i, group))  # type: ignore[misc]
-        at_once(*[client.join for client in clients])
-        for client in clients:
-            client.ready(0, 0)
-        at_once(*[client.group for client in clients])
-        clients[1].ready(1, 0)
-        clients[2].contains(1)
-        clients[2].beat_soon()
-        group = clients[1].group()
-        assert (group.source, group.members) == (Worker(0, 2), (Worker(0, 1), Worker(0, 2)))
-        assert given.get(timeout=10.0) == (2, group)
-
-
 def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
     with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
         clients = fleet.start(0, 1, 2)
@@ -251,48 +227,6 @@ def test_a_process_that_was_declared_lost_must_end() -> None:
             last.join()
 
 
-def test_silence_is_noticed_too() -> None:
-    with running(worker_timeout=0.6, terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
-        first, second = fleet.start(0, 1)
-        silent = threading.Event()
-        second.wire.talk.due = lambda now: [] * silent.wait()  # type: ignore[method-assign]
-        until(lambda: first.epoch.lost == (1,))
-        assert "silent for" in first.epoch.reason
-        silent.set()
-
-
-def test_below_the_least_nobody_begins_a_turn_until_there_are_enough_again() -> None:
-    with running(terms=ElasticConfig(2, settle=0.0)) as fleet:
-        first, second = fleet.start(0, 1)
-        assert first.held_up == ""
-        second.close()
-        until(lambda: first.held_up == "1 of at least 2 pipelines are left (0)")
-        comes(fleet, [first], 1, 900)
-        until(lambda: first.held_up == "")
-
-
-def test_leases_of_the_dead_are_dealt_to_the_living() -> None:
-    segment = Segment(1, 0, 0, 6)
-    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
-        clients = fleet.start(0, 1)
-        for client in clients:
-            client.holds([1])
-        at_once(*[client.join for client in clients])
-        at_once(*[lambda s=s: s.lease(segment, 0) for s in clients])  # type: ignore[misc]
-        clients[1].close()
-        trained, ordinal = set[tuple[int, int]](), 1
-        lease = clients[0].lease(segment, 0)
-        while not lease.over:
-            batches = {(lease.home, batch) for batch in range(lease.start, lease.stop)}
-            assert not batches & trained
-            trained |= batches
-            for _ in batches:
-                clients[0].trained(len(trained))
-            lease = clients[0].lease(segment, ordinal)
-            ordinal += 1
-        assert trained == {(home, batch) for home in (0, 1) for batch in range(6)}
-
-
 def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> None:
     over = threading.Event()
     with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
@@ -306,17 +240,6 @@ def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> No
         assert over.wait()
         with pytest.raises(SchedulerError, match="the run is over: all pipelines have finished"):
             fleet.client(1, 900).enrol(SAME)
-
-
-def test_two_pipelines_that_fail_alike_end_the_run_with_the_reason() -> None:
-    with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
-        clients = fleet.start(0, 1, 2)
-        clients[0].failed("ValueError: a bug")
-        until(lambda: clients[2].epoch.lost == (0,))
-        clients[1].failed("ValueError: a bug")
-        with pytest.raises(RunOverError, match="pipelines 0 and 1 failed with the same exception"):
-            clients[2].meet("pause")
-        assert fleet.server.service.failure is not None
 
 
 def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -> None:

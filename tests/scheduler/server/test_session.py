@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdpipe.policies import Group, Worker
-from lightning_sdpipe.scheduler import membership_protocol as e
-from lightning_sdpipe.scheduler import protocol as m
+from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.scheduler.log.status import ACTIVE, STATES
 from lightning_sdpipe.scheduler.server import session
 from lightning_sdpipe.scheduler.server.session import TRANSITIONS, IllegalInput, Input, Session, State
@@ -49,32 +47,3 @@ def test_an_illegal_input_changes_nothing(inputs: list[Input]) -> None:
             with pytest.raises(IllegalInput, match=rf"{input.value} while it is {before.value}"):
                 one.move(input)
             assert one.state is before
-
-
-def test_what_it_knows_is_checked_for_contradictions() -> None:
-    one = Session(W, 7, 0.0)
-    one.validate()
-    one.move(Input.JOINS)
-    one.is_ready(3)
-    one.validate()
-    answer = m.Answer(Group((W,), (1.0,), 0, "test"), (3,))
-    one.is_answered(answer)
-    one.validate()
-    one.iteration = 4
-    with pytest.raises(AssertionError):
-        one.validate()
-
-
-def test_the_newest_start_of_a_worker_has_the_session_and_two_sockets() -> None:
-    sessions = session.Sessions()
-    for id in (1, 2):
-        one = sessions.begin(W, id, 0.0)
-        assert one.peers == (m.routing_id(W, id), e.peer_of(W, id))
-    assert sessions.of(W, 1) is None
-    assert sessions.of(W, 2) is one
-
-
-def test_each_number_counts_once_on_each_socket() -> None:
-    received = session.ReceivedRequests()
-    for peer in (b"0.1.7", b"0.1.member.7"):
-        assert [received.is_new(n, peer) for n in (1, 1, 3, 2, 4)] == [True, False, True, False, True]
