@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import permutations
 
 import pytest
 from hypothesis import example, given, settings
@@ -21,13 +20,10 @@ from lightning_sdpipe.policies import (
     Ready,
     Reason,
     Restarted,
-    Worker,
 )
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import check_group
-from lightning_sdpipe.policies.events import Answered
 from lightning_sdpipe.policies.events import Worker as W
-from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD, PHDPSGDPolicy
 from lightning_sdpipe.simulate import Run, Work, jittered, simulate
@@ -242,44 +238,6 @@ def test_a_stage_that_a_new_scheduler_cannot_know_about_goes_on_alone() -> None:
     assert brief(ready(policy, 0, stage=0, iteration=4)) == [(0, (0,), LOST)]
     ready(policy, 0, stage=1, iteration=5)
     assert ready(policy, 0, stage=0, iteration=5) == []
-
-
-@pytest.mark.parametrize("order", list(permutations([(0, 0), (0, 1), (1, 0), (1, 1)])))
-@pytest.mark.parametrize("decided", [False, True])
-def test_members_of_a_group_go_on_alike_after_a_restart(order: tuple[tuple[int, int], ...], decided: bool) -> None:
-    """Whatever order their readies are sent again in, and whether the last stage's had been decided before."""
-    policy = PHDPSGD(group_size=2, staleness=None, every=2).make_policy(2, 4)
-    policy.on(Restarted(10), 0.0)
-    for stage in (0, 1):
-        for pipeline in range(4):
-            policy.on(Joined(W(stage, pipeline), 3), 0.0)
-    found: list[Group] = []
-    for stage, pipeline in order:
-        answered = decided and stage == 1
-        event = Answered(W(stage, pipeline), 4) if answered else Ready(W(stage, pipeline), 4)
-        found += policy.on(event, 0.0)
-    here = [tuple(member.pipeline for member in group.members) for group in found if group.stage == 0]
-    assert sorted(here) == ([(0,), (1,)] if decided else [(0, 1)])
-
-
-def test_the_simulation_finds_the_deadlock_of_draws_by_each_stage() -> None:
-    class DrawsPerStage(GroupPolicy):
-        """Each stage by itself, as if it were the last."""
-
-        def __init__(self, pipelines: int, stages: int) -> None:
-            super().__init__(stages, pipelines)
-            self.stages = [make(1, pipelines, staleness=None, seed=j) for j in range(stages)]
-
-        def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Group]:
-            groups = self.stages[worker.stage].on(Ready(W(0, worker.pipeline), iteration), now)
-            return [
-                self.participants.group(worker.stage, [w.pipeline for w in group.members], group.reason)
-                for group in groups
-            ]
-
-    work = [straggling(2, 4, 40, seed) for seed in range(5)]
-    assert any(simulate(DrawsPerStage(4, 2), each).stuck for each in work)
-    assert not any(simulate(PHDPSGD(staleness=None), each).stuck for each in work)
 
 
 # ------------------------------------------------------------------ promises

@@ -25,7 +25,7 @@ from lightning_sdpipe.policies import (
     Worker,
 )
 from lightning_sdpipe.policies.ad_psgd import ADPSGD, ADPSGDPolicy, AsynchronousADPSGDPolicy, matching
-from lightning_sdpipe.policies.all_reduce import AllPresent
+from lightning_sdpipe.policies.all_reduce import AllPresent, AllReduceModels
 from lightning_sdpipe.policies.built_in import POLICIES
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.decisions import check_group
@@ -58,7 +58,12 @@ specs = st.one_of(
         [
             SemiDecentralized(window=math.inf),
             SemiDecentralized(window=0.5, min_group=1),
-            *(kind(**form) for kind in POLICIES if kind not in (PHDPSGD, AllPresent) for form in kind.forms),
+            *(
+                kind(**form)
+                for kind in POLICIES
+                if kind not in (PHDPSGD, AllPresent, OuterRounds)
+                for form in kind.forms
+            ),
             LocalSGD(every=3),
             ADPSGD(seed=1),
             OuterRounds(None),
@@ -73,16 +78,26 @@ specs = st.one_of(
 
 
 class AnyPolicy(RuleBasedStateMachine):
-    """Workers join, report, repeat themselves, skip iterations, fall silent and come back, in any order."""
+    """Workers join, report, repeat themselves, skip iterations, fall silent and come back, in any order; pipelines have
+    like stages, or ``unlike`` depths, and each is decided about as a whole."""
 
-    @initialize(spec=specs, stages=st.integers(1, 3), pipelines=st.integers(1, 6))
-    def start(self, spec: PolicyConfig, stages: int, pipelines: int) -> None:
+    @initialize(
+        spec=specs,
+        stages=st.integers(1, 3),
+        pipelines=st.integers(1, 6),
+        unlike=st.none() | st.lists(st.integers(1, 3), min_size=6, max_size=6),
+    )
+    def start(self, spec: PolicyConfig, stages: int, pipelines: int, unlike: list[int] | None) -> None:
         if isinstance(spec, PHDPSGD):
             stages = 1  # stages before the last wait for it, which does not take part here: see test_phd_psgd.py
         if isinstance(spec, PartialReduce | OuterRounds):
             pipelines = max(pipelines, 2 if isinstance(spec, OuterRounds) else spec.group_size)
-        self.spec, self.stages, self.pipelines = spec, stages, pipelines
-        self.policy = build(spec, stages, pipelines)
+        whole = unlike is not None and isinstance(
+            spec, SemiDecentralized | PartialReduce | ADPSGD | AllReduceModels | NoSync
+        )
+        self.depths = tuple((unlike or [])[:pipelines]) if whole else ()
+        self.spec, self.stages, self.pipelines = spec, max(self.depths, default=stages), pipelines
+        self.policy = build(spec, self.stages, pipelines, self.depths)
         self.told: list[tuple[float, Event, list[Decision]]] = []
         self.now = 0.0
         self.active: set[Worker] = set()
@@ -91,17 +106,34 @@ class AnyPolicy(RuleBasedStateMachine):
         self.last_sequence = -1
         connectivity = getattr(spec, "connectivity", None)
         unit = getattr(spec, "connectivity_unit", "rounds")
-        self.graphs = [NaiveSyncGraph(connectivity, unit) if connectivity else None for _ in range(stages)]
+        self.graphs = [NaiveSyncGraph(connectivity, unit) if connectivity else None for _ in range(self.stages)]
 
     @property
     def stages_wait_for_each_other(self) -> bool:
-        return isinstance(self.spec, PartialReduce | OuterRounds) or isinstance(self.policy, LocalSGDPolicy)
+        unlike = isinstance(self.spec, PartialReduce | OuterRounds) or isinstance(self.policy, LocalSGDPolicy)
+        return unlike or bool(self.depths)
 
     def worker(self, data: st.DataObject) -> Worker:
-        return W(
-            data.draw(st.integers(0, self.stages - 1), label="stage"),
-            data.draw(st.integers(0, self.pipelines - 1), label="pipeline"),
-        )
+        pipeline = data.draw(st.integers(0, self.pipelines - 1), label="pipeline")
+        stages = self.depths[pipeline] if self.depths else self.stages
+        return W(data.draw(st.integers(0, stages - 1), label="stage"), pipeline)
+
+    def of(self, member: Worker) -> set[Worker]:
+        """The workers that are answered together with it."""
+        return {W(j, member.pipeline) for j in range(self.depths[member.pipeline])} if self.depths else {member}
+
+    @property
+    def whole(self) -> set[Worker]:
+        """Those that take part, with all that are answered together."""
+        return {worker for worker in self.active if self.of(worker) <= self.active}
+
+    def graph_of(self, worker: Worker) -> NaiveSyncGraph | None:
+        return self.graphs[0 if self.depths else worker.stage]
+
+    def next_iteration(self, worker: Worker, step: int = 1) -> int:
+        """All of a pipeline of unlike stages report the same."""
+        waits = [self.waiting[other] for other in self.of(worker) if other in self.waiting]
+        return waits[0] if waits and step > 0 else self.iteration.get(worker, -1) + step
 
     def tell(self, event: Event) -> list[Decision]:
         decisions = self.policy.on(event, self.now)
@@ -115,9 +147,10 @@ class AnyPolicy(RuleBasedStateMachine):
             self.last_sequence = group.sequence
             check_group(group, group.sequence)
             for member in group.members:
-                assert member in self.active
-                if member not in group.passive:
-                    self.iteration[member] = self.waiting.pop(member)
+                for worker in self.of(member):
+                    assert worker in self.active
+                    if member not in group.passive:
+                        self.iteration[worker] = self.waiting.pop(worker)
             batches.setdefault((group.stage, group.reason), []).append(group)
         for (stage, reason), batch in batches.items():
             graph = self.graphs[stage]
@@ -138,9 +171,9 @@ class AnyPolicy(RuleBasedStateMachine):
         # Groups of a window that has just ended do not know the newcomer yet.
         self.settle(self.tell(Tick()))
         self.active.add(worker)
-        self.iteration[worker] = -1
-        graph = self.graphs[worker.stage]
-        if graph is not None:
+        self.iteration[worker] = max(self.iteration.get(other, -1) for other in self.of(worker)) if self.depths else -1
+        graph = self.graph_of(worker)
+        if graph is not None and worker in self.whole:
             graph.join(worker.pipeline)
         self.settle(self.tell(Joined(worker)))
 
@@ -152,10 +185,10 @@ class AnyPolicy(RuleBasedStateMachine):
                 self.policy.on(kind(worker), self.now)
             return
         self.settle(self.tell(Tick()))
+        graph = self.graph_of(worker) if worker in self.whole else None
         self.active.remove(worker)
         waited = self.waiting.pop(worker, None) is not None
-        graph = self.graphs[worker.stage]
-        if graph is not None and kind is Lost and not waited and self.iteration[worker] >= 0:
+        if graph is not None and kind is Lost and not waited and self.iteration[worker] >= 0 and not self.depths:
             graph.forget_last(worker.pipeline)
         if graph is not None:
             graph.leave(worker.pipeline)
@@ -165,7 +198,7 @@ class AnyPolicy(RuleBasedStateMachine):
     def report(self, data: st.DataObject, step: int) -> None:
         """Steps that are not positive are duplicates and latecomers."""
         worker = self.worker(data)
-        iteration = self.iteration.get(worker, -1) + step
+        iteration = self.next_iteration(worker, step)
         if worker not in self.active or worker in self.waiting or iteration <= self.iteration[worker]:
             before = self.policy.deadline()
             with pytest.raises(RefusedEvent):
@@ -204,12 +237,12 @@ class AnyPolicy(RuleBasedStateMachine):
         """If no clock will bring an answer, an active worker is still to come, and one stage enforces."""
         if not hasattr(self, "policy") or self.policy.deadline() is not None:
             return
-        stages = {worker.stage for worker in self.waiting}
+        stages, computing = {w.stage for w in self.whole if w in self.waiting}, self.whole - self.waiting.keys()
         if self.stages_wait_for_each_other:
-            assert not stages or self.active - set(self.waiting)
+            assert not stages or computing
             return
         for stage in stages:
-            assert any(w.stage == stage for w in self.active - set(self.waiting))
+            assert any(w.stage == stage for w in computing)
         finite = isinstance(self.spec, SemiDecentralized) and self.spec.window != math.inf
         assert not finite or len(stages) <= 1
 
@@ -218,20 +251,20 @@ class AnyPolicy(RuleBasedStateMachine):
         make a new policy decide the same."""
         if not hasattr(self, "policy"):
             return
-        again = build(self.spec, self.stages, self.pipelines)
+        again = build(self.spec, self.stages, self.pipelines, self.depths)
         for now, event, decisions in self.told:
             assert again.on(event, now) == decisions
-        unanswered = set(self.waiting.items())
+        unanswered = {(worker, iteration) for worker, iteration in self.waiting.items() if worker in self.whole}
         for _ in range(1000):
             unanswered &= self.waiting.items()
             if not unanswered:
                 return
             stages = {worker.stage for worker in self.waiting}
-            free = [w for w in self.active - set(self.waiting) if w.stage in stages or self.stages_wait_for_each_other]
+            free = [w for w in self.whole - set(self.waiting) if w.stage in stages or self.stages_wait_for_each_other]
             if free:
                 # The one furthest behind comes next, as it would in a pipeline.
                 worker = min(free, key=lambda w: (self.iteration[w], w))
-                self.waiting[worker] = self.iteration[worker] + 1
+                self.waiting[worker] = self.next_iteration(worker)
                 self.settle(self.tell(Ready(worker, self.waiting[worker])))
             due = self.policy.deadline()
             if due is not None:
@@ -288,14 +321,6 @@ def test_nobody_waits_for_a_partner_that_is_past_that_iteration() -> None:
     assert policy.on(Ready(W(0, 0), 3), 2.0) != []
 
 
-@given(n=st.integers(1, 65), seed=st.integers(0, 5), iteration=st.integers(0, 10**6))
-def test_a_matching_is_perfect_and_always_the_same(n: int, seed: int, iteration: int) -> None:
-    partners = matching(n, seed, iteration)
-    assert all(partners[partners[i]] == i for i in range(n))
-    assert sum(partners[i] == i for i in range(n)) == n % 2
-    assert matching.__wrapped__(n, seed, iteration) == partners
-
-
 def test_an_asynchronous_neighbour_is_drawn_among_the_active_and_not_waited_for() -> None:
     policy = AsynchronousADPSGDPolicy(1, 4, seed=0)
     join_all(policy, 1, 4)
@@ -307,12 +332,3 @@ def test_an_asynchronous_neighbour_is_drawn_among_the_active_and_not_waited_for(
         assert set(group.members) == {W(0, 1), neighbour}
         drawn.add(neighbour.pipeline)
     assert drawn == {0, 3}
-
-
-def test_the_window_must_be_finite_for_enforcement_to_matter() -> None:
-    policy = SemiDecentralized(window=math.inf, connectivity=1).make_policy(1, 2)
-    join_all(policy, 1, 2)
-    assert policy.on(Ready(W(0, 0), 0), 0.0) == []
-    assert policy.on(Tick(), 1e12) == []
-    (group,) = policy.on(Ready(W(0, 1), 0), 1e12)
-    assert group.members == (W(0, 0), W(0, 1))

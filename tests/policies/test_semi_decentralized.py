@@ -55,12 +55,6 @@ def test_it_goes_out_at_once_when_everybody_came() -> None:
     assert policy.deadline() == 1.0
 
 
-def test_sequence_numbers_are_unique_and_increasing() -> None:
-    policy = make(2, 1, window=0.0)
-    groups = [policy.on(Ready(W(j, 0), k), k)[0] for k in range(3) for j in range(2)]
-    assert [group.sequence for group in groups] == list(range(6))
-
-
 def test_an_unconnected_candidate_waits_until_it_connects_the_stage() -> None:
     policy = make(1, 4, window=1.0, connectivity=1)
     policy.on(Ready(W(0, 0), 1), 0.0)
@@ -124,15 +118,6 @@ def test_the_token_is_free_when_its_stage_can_no_longer_wait() -> None:
     assert policy.deadline() == 4.0
 
 
-def test_a_worker_that_left_may_come_back() -> None:
-    policy = make(1, 2, window=1.0)
-    policy.on(Left(W(0, 1)), 0.0)
-    assert brief(policy.on(Ready(W(0, 0), 1), 1.0)) == [(0, (0,), EVERYBODY)]
-    policy.on(Joined(W(0, 1)), 2.0)
-    assert policy.on(Ready(W(0, 0), 2), 3.0) == []
-    assert brief(policy.on(Ready(W(0, 1), 1), 3.5)) == [(0, (0, 1), EVERYBODY)]
-
-
 @pytest.mark.parametrize(
     ("worker", "iteration", "message"),
     [
@@ -155,15 +140,6 @@ def test_a_refused_ready_changes_nothing(worker: Worker, iteration: int, message
         policy.on(Ready(worker, iteration), 100.0)
     assert policy.deadline() == 3.0, "not even the time was taken notice of"
     assert brief(policy.on(Tick(), 3.0)) == [(0, (0,), CLOSED)]
-
-
-def test_joining_twice_and_leaving_twice_is_refused() -> None:
-    policy = make(1, 2)
-    with pytest.raises(RefusedEvent, match="joined twice"):
-        policy.on(Joined(W(0, 0)), 0.0)
-    policy.on(Left(W(0, 0)), 0.0)
-    with pytest.raises(RefusedEvent, match="without having joined"):
-        policy.on(Left(W(0, 0)), 0.0)
 
 
 def test_the_window_doubles_after_small_groups_and_shrinks_after_large_ones() -> None:

@@ -105,32 +105,6 @@ TestSyncGraph.settings = settings(
 )
 
 
-def test_a_window_is_p_rounds_and_the_first_one_starts_at_the_beginning() -> None:
-    graph = SyncGraph(rounds=3)
-    graph.join(0)
-    graph.join(1)
-    seen = []
-    for _ in range(5):  # nobody ever meets
-        seen.append((graph.round, graph.components))
-        graph.record(met([0], [1]))
-    assert seen == [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2)]
-
-
-def test_a_chain_through_a_worker_that_left_is_broken_and_heals_when_it_returns() -> None:
-    graph = SyncGraph(rounds=2)
-    for worker in range(3):
-        graph.join(worker)
-    graph.record(met([0, 1], [2]))
-    graph.record(met([1, 2], [0]))
-    assert (graph.round, graph.components) == (2, 2), "only {1, 2} of the current window met"
-    graph.record(met([0, 1]))
-    assert graph.components == 1
-    graph.leave(1)
-    assert graph.components == 2
-    graph.join(1)
-    assert graph.components == 1
-
-
 def graph_of(groups: list[list[int]], workers: int, rounds: int = 100) -> SyncGraph:
     graph = SyncGraph(rounds)
     for worker in range(workers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,15 +128,6 @@ def test_without_a_bound_only_steps_are_counted() -> None:
     versions.doubted()
     assert [versions.steps(node) for node in range(SIZE)] == [0, 0, 1, 0]
     assert versions.behind(2) == set()
-
-
-@pytest.mark.parametrize("size", [2, 64])
-def test_when_all_have_met_nobody_is_behind_anybody(size: int) -> None:
-    versions = started(bound=1, size=size)
-    for node in range(size):
-        versions.stepped(node)
-    versions.met(range(size))
-    assert all(versions.behind(node) == set() for node in range(size))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["join", "leave", "lose", "step", "meet"]), st.integers(0, 5), nodes)))
