@@ -35,7 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", choices=PARTS, help="checks: does it work, and what does it cost; shares: unlike devices out of one")
     add("--seconds", type=float, help="after which no further row begins (290 for checks, 350 for shares)")
     add("--dry", action="store_true", help="on the CPU, with tiny models: does the script itself work?")
-    add("--images", type=Path, default=Path("/usr/share/datasets/fashion-mnist"), help="Fashion-MNIST (%(default)s)")
     add("--out", type=Path, default=Path(), help="folder for the report (%(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # a fork copies no others
@@ -50,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about["device"] = "none: a dry run on the CPU, whose figures mean nothing"
     report = Report(options.out, about)
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
-        images = options.images if options.images.is_dir() and not options.dry else None
-        machine = Machine("cuda" if count else "cpu", count, Path(folder), options.dry, images)
+        machine = Machine("cuda" if count else "cpu", count, Path(folder), options.dry)
         for part in [options.only] if options.only else PARTS:
             rows, limit = PARTS[part]
             run(rows, machine, report, limit if options.seconds is None else options.seconds)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from lightning_sdpipe import AllReduce, EightBit, Exchange, Half, LocalSGD, OneBit, SemiDecentralized, p2p
+from lightning_sdpipe import AllReduce, EightBit, Exchange, Half, LocalSGD, OneBit, SemiDecentralized
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.heterogeneity.speed import name_of
 from recipes.gpu import elastic
@@ -191,36 +191,6 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def staging(machine: Machine) -> Values:
-    """Pass on what was just computed, through pinned memory, beside bare copies; GB/s."""
-    values = min(on_ranks(2, _pass_on, machine), key=lambda each: each["messages, GB/s"])
-    return dict(values)
-
-
-def _pass_on(rank: int, machine: Machine) -> Values:
-    device, values = machine.devices(2)[rank], 2**14 if machine.dry else 2**25
-    dist.init_process_group("gloo", timeout=TRANSFER_TIMEOUT)
-    start, peer, group = 0.0, 1 - rank, dist.group.WORLD
-    assert group is not None
-    for turn in range(5):
-        if turn == 1:  # memory is there, and connections
-            start = time.monotonic()
-        expected = torch.arange(values, device=device).mul(turn + 1).float()
-        if rank == 0:
-            p2p.send([expected.clone()], peer, group, turn, "rank 1").wait()
-        received = p2p.receive([torch.empty(values, device=device)], peer, group, turn, "the other").wait()
-        if rank == 1:
-            p2p.send(received, peer, group, turn, "rank 0").wait()
-        assert torch.equal(received[0], expected), "a message arrived changed"
-    found = {"messages, GB/s": 4 * 2 * 4 * values / (time.monotonic() - start) / 1e9}
-    there = torch.empty(values, device=device)
-    pinned, pageable = p2p.pinned_like(there) if device.type != "cpu" else torch.empty(values), torch.empty(values)
-    copies = {"to pinned": (pinned, there), "from pinned": (there, pinned), "to pageable": (pageable, there)}
-    for name, (into, source) in copies.items():
-        found[f"{name}, GB/s"] = 4 * values / seconds(partial(into.copy_, source), machine) / 1e9
-    return found
-
-
 def seconds(work: Callable[[], Any], machine: Machine, repeats: int = 5) -> float:
     """Return how long ``work`` takes on the device, after a first time."""
     work()
@@ -352,7 +322,6 @@ ROWS = (
     Row("two stages on one device beside one process", two_stages, 45),
     Row("two pipelines beside the same on the CPU", replicas, 90),
     Row("no process but the ranks opens the device", rehearsal, 40, {UNSEEN: CONTEXT_MIB}),
-    Row("messages through pinned memory", staging, 40),
     Row("stages over NCCL", nccl, 45),
     Row("ResNet-50, bf16-mixed", resnet, 75, {OVERHEAD: 0.03}),
     Row("BERT-base, bf16-mixed", bert, 90, {LARGEST_STAGE: 0.30}),

@@ -35,19 +35,15 @@ def _normalised(given: int, width: int, size: int, stride: int) -> list[nn.Modul
     return [nn.Conv2d(given, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)]
 
 
-def resnet(blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000, channels: int = 3) -> nn.Module:
+def resnet(blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> nn.Module:
     """A residual network of bottlenecks (He et al. 2016, table 1): ResNet-50 by default.
 
     Args:
         blocks: of each resolution.
         width: of the first ones; it doubles with each resolution.
         classes: that it tells apart.
-        channels: of a picture. Of a grey one the first convolution is small, as small grey pictures need it.
     """
-    small = channels == 1
-    first = nn.Conv2d(channels, width, 3 if small else 7, 1 if small else 2, 1 if small else 3, bias=False)
-    pool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
-    layers: list[nn.Module] = [nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), pool)]
+    layers: list[nn.Module] = [nn.Sequential(*_normalised(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))]
     given = width
     for number, count in enumerate(blocks):
         for index in range(count):
@@ -165,7 +161,7 @@ class Kind:
         if self.text:
             words = torch.randint(self.sizes.get("vocabulary", 30522), (few, self.length), generator=draws)
             return Samples((words, words), batches * self.batch)
-        shape = (few, self.sizes.get("channels", 3), self.length, self.length)
+        shape = (few, 3, self.length, self.length)
         pictures = torch.randint(256, shape, dtype=torch.uint8, generator=draws)
         labels = torch.randint(self.sizes.get("classes", 1000), (few,), generator=draws)
         return Samples((pictures, labels), batches * self.batch)

@@ -33,7 +33,6 @@ class Machine:
         count: of the devices.
         folder: for files of the trials.
         dry: everything at a tiny size.
-        images: a folder with Fashion-MNIST, or None.
         accelerator: for Lightning, where it does not know it by the name of the device.
     """
 
@@ -41,7 +40,6 @@ class Machine:
     count: int
     folder: Path
     dry: bool = False
-    images: Path | None = None
     accelerator: Any = None
 
     def devices(self, ranks: int) -> list[torch.device]:
@@ -115,12 +113,6 @@ class Trial(L.LightningModule):
         inputs, labels = batch
         time.sleep(self.pause)
         return loss_of(self(inputs), labels)
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        inputs, labels = batch
-        scores = self(inputs)
-        right = (scores.argmax(-1) == labels).float().mean()
-        self.log_dict({"loss": loss_of(scores, labels), "accuracy": right}, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters())
@@ -223,9 +215,9 @@ def fit(
     return watch.found()
 
 
-def loader(samples: Samples, batch: int, shuffle: bool = False) -> DataLoader[Any]:
+def loader(samples: Samples, batch: int) -> DataLoader[Any]:
     """Return a loader of whole batches."""
-    return DataLoader(samples, batch, shuffle=shuffle, drop_last=True, collate_fn=as_it_is)
+    return DataLoader(samples, batch, drop_last=True, collate_fn=as_it_is)
 
 
 def as_it_is(batch: Any) -> Any:

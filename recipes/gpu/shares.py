@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning_sdpipe import AllReduce, NoSync
 from lightning_sdpipe.heterogeneity.speed import name_of
 from recipes.gpu.checks import resnet50, seconds
-from recipes.gpu.models import Batch, Kind, Samples, batch_of
+from recipes.gpu.models import Kind, batch_of
 from recipes.gpu.rows import Row, Values
 from recipes.gpu.running import Machine, Trial, Watch, ddp, fit, loader, on_ranks, ours, sgd, trainer_of
-from recipes.images.small import FashionMNIST, read_idx
 
 RANKS = 4
 PATTERNS = {"1, 1, 1, ½": (1.0, 1.0, 1.0, 0.5), "1, 1, ½, ¼": (1.0, 1.0, 0.5, 0.25)}
@@ -41,7 +39,6 @@ METHODS: dict[str, Callable[[Machine], Strategy]] = {
 }
 EPOCH_SECONDS = 15.0
 """Of the epoch that is timed, if no process waited for another."""
-DIGITS = Path(__file__).parents[1] / "images" / "digits"
 _IDLE = 1.25
 """How much longer the steps of all together are than the device needs for them, where pauses make shares."""
 _MPS, _STARTS = "nvidia-cuda-mps-control", 15.0  # seconds
@@ -183,46 +180,8 @@ def _epochs(
     return watch.found()
 
 
-def accuracy(pattern: str, machine: Machine) -> Values:
-    """Train on real pictures with each method, and return its accuracy beside the length of its epochs."""
-    kind = Kind(False, {"blocks": (1, 1), "width": 16, "classes": 10, "channels": 1}, 8, 16)
-    values: Values = {"pictures": "Fashion-MNIST" if machine.images else "digits"}
-    with shares(machine, kind, PATTERNS[pattern]) as given:
-        values["by"] = given.how
-        for method in METHODS:
-            if method != "alone":
-                ranks = on_ranks(RANKS, _accuracy, machine, method, kind, given.pauses, own=given.own)
-                values[f"{method}, accuracy"] = ranks[0]["accuracy"]
-                values[f"{method}, s per epoch"] = _length(ranks)
-    return values
-
-
-def _accuracy(rank: int, machine: Machine, method: str, kind: Kind, pauses: Sequence[float]) -> dict[str, Any]:
-    train, val = pictures(machine)
-    watch, epochs = Watch(machine, 0), 2 if machine.dry else 8
-    trainer = trainer_of(machine, METHODS[method](machine), RANKS, max_epochs=epochs, callbacks=[watch])
-    count = 256 if machine.dry else len(train[0])
-    loaders = (
-        loader(Samples(train, count), kind.batch, shuffle=True),
-        loader(Samples(val, len(val[0])), kind.batch),
-    )
-    trainer.fit(Trial(kind.net(), sgd, pauses[rank]), *loaders)
-    return {**watch.found(), "accuracy": float(trainer.callback_metrics["accuracy"])}
-
-
-def pictures(machine: Machine) -> tuple[Batch, Batch]:
-    """Return pictures and labels to train on, and to validate: Fashion-MNIST, or handwritten digits."""
-    if machine.images is not None:
-        clothes = FashionMNIST(str(machine.images))
-        return clothes.read(train=True), clothes.read(train=False)
-    images = read_idx(DIGITS / "images-idx3-ubyte.gz").unsqueeze(1) * 15
-    labels = read_idx(DIGITS / "labels-idx1-ubyte.gz").long()
-    return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
-
-
 ROWS = tuple(
     Row(f"four processes with {pattern} of a device each: {method}", partial(epochs, method, pattern), 75)
     for pattern in PATTERNS
     for method in METHODS
 )
-ROWS += (Row("real pictures on 1, 1, 1, ½", partial(accuracy, "1, 1, 1, ½"), 90),)

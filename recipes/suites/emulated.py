@@ -31,20 +31,16 @@ class EmulatedChain(L.LightningModule):
         forward_seconds: of one call of a block, whatever the batch.
         backward_seconds: likewise.
         num_parameters: of each block.
-        free: the block that takes no time, if there is one.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        forward_seconds: float,
-        backward_seconds: float,
-        num_parameters: int = 1024,
-        free: int | None = None,
+        self, num_blocks: int, forward_seconds: float, backward_seconds: float, num_parameters: int = 1024
     ) -> None:
         super().__init__()
-        times = [(0.0, 0.0) if number == free else (forward_seconds, backward_seconds) for number in range(num_blocks)]
-        self.blocks = nn.Sequential(*[EmulatedBlock(*each, num_parameters=num_parameters) for each in times])
+        blocks = [
+            EmulatedBlock(forward_seconds, backward_seconds, num_parameters=num_parameters) for _ in range(num_blocks)
+        ]
+        self.blocks = nn.Sequential(*blocks)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         output: Tensor = self.blocks(batch)

@@ -73,7 +73,6 @@ class Training:
         block_seconds: of one micro-batch on a block, forward and backward, without delays.
         block_parameters: of a block.
         features: of a sample of an emulated model.
-        free: the block that takes no time, if there is one.
         by_hand: whether the halves of an emulated model have an optimizer each, which the training step steps.
     """
 
@@ -100,7 +99,6 @@ class Training:
     block_seconds: float = 0.0
     block_parameters: int = 1024
     features: int = FEATURES
-    free: int | None = None
     by_hand: bool = False
 
     @property
@@ -135,9 +133,7 @@ class Training:
         torch.manual_seed(self.seed)
         count = self.num_blocks or self.num_stages
         assert isinstance(count, int)
-        module = (EmulatedRivals if self.by_hand else EmulatedChain)(
-            count, *passes(seconds), self.block_parameters, self.free
-        )
+        module = (EmulatedRivals if self.by_hand else EmulatedChain)(count, *passes(seconds), self.block_parameters)
         sizes = [self.batches, self.validation_batches] if self.validation_batches else [self.batches]
         return module, [random_features(size, self.num_micro_batches, self.features) for size in sizes]
 

@@ -250,7 +250,7 @@ class Fake(Machine):
 
 
 ROWS = (
-    *(checks.about, checks.two_stages, checks.replicas, checks.rehearsal, checks.staging),
+    *(checks.about, checks.two_stages, checks.replicas, checks.rehearsal),
     *(checks.checkpoint, checks.fused),
 )
 

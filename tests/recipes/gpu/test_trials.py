@@ -70,15 +70,6 @@ def test_mps_that_does_not_serve_is_tried_once(does: str, monkeypatch: pytest.Mo
     assert calls.read_text().count("-d") == 1
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
-    datasets = pytest.importorskip("sklearn.datasets")
-    digits, train, val = datasets.load_digits(), *shares.pictures(Machine("cpu", 0, Path()))
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.cat([train[0], val[0]]).squeeze(1)
-    assert torch.equal(images, torch.tensor(digits.images, dtype=torch.uint8)[order] * 15)
-    assert torch.equal(torch.cat([train[1], val[1]]), torch.tensor(digits.target)[order])
-
-
 def test_without_a_gpu_the_command_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

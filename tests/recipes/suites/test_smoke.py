@@ -14,7 +14,9 @@ from tests.recipes.composed import parameters_of
 ECHO = {f"echo{kind}_{p}/{n}" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99") for n in (2, 4)}
 RATIOS = {
     "convergence": {f"{name}/digits/static" for name in ("final", "samples", "time", "rate")},
-    "epochs": {"all_reduce/1x4/static", "bound/1x4/static"},
+    "epochs": {
+        *("all_reduce/1x4/static", "bound/1x4/static", "bound/1+2+2/none", "rectangle/1+2+2/none"),
+    },
     "exchange": {
         *(f"codec/{name}_encode" for name in ("eight_bit", "stochastic", "one_bit")),
         *("codec/eight_bit_decode", "memory/ring/eight_bit", "best/ddp_fp16"),
@@ -38,9 +40,8 @@ RATIOS = {
     },
     "placement": {
         *(f"optimum/{number}" for number in range(1, 6)),
-        *("ga60/ten", "ga60/noise5", "ga60/noise4", "reach/4", "pipelined/5/m61", "placed/default", "placed/predicted"),
+        *("ga60/ten", "ga60/noise5", "ga60/noise4", "reach/4", "pipelined/5/m61"),
     },
-    "ragged": {f"{name}/1+1+1" for name in ("rectangle", "bound", "place", "search")} | {"nosync/1+1+1/none"},
     "scheduler": ECHO | {"echo_rate", "echo_rate_pairs", "echo_rate_alone", "policy_growth/16"},
     "seeing": {
         *("overhead/2x2", "throughput/1x2/none", "named/static1.5", "accused/none", "cost/static2"),
@@ -54,13 +55,12 @@ RATIOS = {
         for weather in ("kills", "storm")
     },
     "throughput": set(),
-    "variance": {"overhead/adamw"},
 }
 """The keys that a debug configuration gives; that of the pipeline runs in tests/recipes/test_bench.py."""
 FIGURES = {"convergence": {"digits"}}
 ROOT_ONLY = {"best", "full", "ablation", "bytes"}
 """Parts of keys that need network namespaces."""
-BY_OTHERS = {"far_apart": "soak", "ragged": "epochs"}
+BY_OTHERS = {"far_apart": "soak"}
 """Suites that make test-all runs, since make test has others with the same trainings."""
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.heterogeneity import Slowed, Static
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
 from recipes.baselines.references import REFERENCES
@@ -55,12 +54,6 @@ def test_what_cannot_be_measured_is_refused(panel: str, asked: str, message: str
         planned(panel, f"++suite.{asked}")
 
 
-def test_methods_meet_the_same_delays() -> None:
-    found = [(columns["repeat"], case) for columns, case in planned("flush") if columns["heterogeneity"] == "b"]
-    for repeat in range(3):
-        assert len({str(case.slowness) for number, case in found if number == repeat}) == 1
-
-
 @pytest.mark.parametrize(("schedule", "slots"), [("1f1b", 4 + 3), ("pipedream", 4)])
 def test_the_bound_is_that_of_whole_mini_batches(schedule: str, slots: int) -> None:
     nothing = Named("none", {"_target_": "lightning_sdpipe.heterogeneity.Delays"})
@@ -77,22 +70,6 @@ def test_the_bound_is_that_of_whole_mini_batches(schedule: str, slots: int) -> N
     )
     assert throughput.bound(case, NoSync()) == pytest.approx(4 / (slots * 0.025), rel=0.01)
     assert throughput.bound(case, AllReduceModels()) == pytest.approx(4 / (slots * 0.025), rel=0.01)
-
-
-def test_pipelines_of_unlike_depths_are_slowed_by_rank() -> None:
-    speeds = {"_target_": "lightning_sdpipe.heterogeneity.Static", "factors": [1.0, 2.0, 2.0]}
-    method = Named("sdpipe", {"_target_": "lightning_sdpipe.SemiDecentralized"})
-    case = Training(
-        method=method,
-        condition=Named("static", speeds),
-        num_stages=[1, 2],
-        num_pipelines=2,
-        batches=4,
-        seed=1,
-        pace=6.0,
-    )
-    assert (case.shape, case.workers, case.slowness) == ("1+2", 3, Slowed(Static([1.0, 2.0, 2.0]), 6.0))
-    assert strategy_of(case).options.depths == (1, 2)
 
 
 @pytest.mark.parametrize(("processor", "scale"), [(0.01, 1.0), (0.08, 1.0), (0.12, 1.5), (0.121, 1.6), (0.48, 6.0)])
