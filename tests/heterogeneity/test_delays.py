@@ -31,11 +31,6 @@ def test_one_draw_per_iteration_comes_before_the_forward() -> None:
     assert frequency(delays, "backward") == 0.0
 
 
-def test_certainty_and_its_absence() -> None:
-    assert frequency(Delays(probability=0.0, seconds=1.0, draws="pass"), "backward") == 0.0
-    assert Delays(probability=1.0, seconds=0.5, scale=0.1).delay(0, 0, 0, "forward") == 0.05
-
-
 def test_workers_iterations_passes_and_seeds_draw_independently() -> None:
     def pattern(seed: int = 0, stage: int = 0, pipeline: int = 0, during: Any = "forward") -> list[bool]:
         delays = Delays(probability=0.5, seconds=1.0, draws="pass", seed=seed)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import (
     DelayInjector,
     Delays,
-    EmulatedBlock,
     Slowed,
     Static,
     Trace,
@@ -145,25 +143,6 @@ def test_devices_of_unlike_speeds_are_delayed_too(rank: int, seconds: float) -> 
     worker.before_forward(0)
     assert compute(worker, clock, 0.2) == pytest.approx(seconds)
     assert worker.injected_seconds == pytest.approx(0.3 + seconds - 0.2)
-
-
-def test_delays_leave_devices_at_full_speed() -> None:
-    clock = Clock()
-    worker = injector(Delays(probability=1.0, seconds=0.3), clock)
-    worker.before_forward(0)
-    assert compute(worker, clock, 0.2) == pytest.approx(0.2)
-    assert (worker.injected_seconds, worker.computed_seconds) == (0.3, pytest.approx(0.2))
-
-
-def test_an_emulated_block_on_a_slow_device_takes_longer_in_both_directions() -> None:
-    block, worker = EmulatedBlock(0.02, 0.03), DelayInjector(Static([2.0]), 0, 0, core_wait=lambda: 0.0)
-    start = time.perf_counter()
-    with worker.computing():
-        output = block(torch.zeros(2, 4))
-    with worker.computing():
-        output.sum().backward()
-    assert time.perf_counter() - start >= 2 * 0.05 - 0.003
-    assert worker.injected_seconds == pytest.approx(worker.computed_seconds)
 
 
 def test_a_device_is_waited_for_before_its_work_is_timed() -> None:

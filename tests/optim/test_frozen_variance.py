@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection
 from tests.features.running import quiet_trainer
+from tests.optim.gradients import give_gradients, parameters, run
 
 Make = Callable[..., Adam]
 
@@ -32,26 +32,6 @@ KINDS: dict[str, Make] = {
     "adamw-fused": partial(AdamW, fused=True, weight_decay=0.1),
     "adamw-tensor-lr": lambda params, lr: AdamW(params, lr=torch.tensor(lr), foreach=False),
 }
-
-
-def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(7, 3), (5,), (), (2, 3, 2, 2)]
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
-
-
-def give_gradients(params: list[nn.Parameter], step: int) -> None:
-    """The second parameter has none in every third step."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    for index, param in enumerate(params):
-        noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
-        param.grad = None if index == 1 and step % 3 == 2 else 0.3 + noise * 10.0 ** (index - 2)
-
-
-def run(optimizer: Optimizer, params: list[nn.Parameter], steps: range) -> None:
-    for step in steps:
-        give_gradients(params, step)
-        optimizer.step()
 
 
 def assert_equal(one: list[nn.Parameter], other: list[nn.Parameter], optimizers: tuple[Optimizer, Optimizer]) -> None:
@@ -174,25 +154,6 @@ def test_takes_over_from_a_bare_optimizer(steps: int) -> None:
     assert measured[0] == max(steps, 10)
     state = optimizer.state[params[0]]
     assert state["frozen_steps"] == steps + 10 - measured[0] == int(state["step"]) - measured[0]
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_and_pickles_with_its_parameters(clone: Callable[[Any], Any]) -> None:
-    params = parameters()
-    optimizer = FrozenVariance(AdamW(params, lr=0.01), after=2)
-    run(optimizer, params, range(3))
-    twin, twin_params = clone((optimizer, params))
-    run(optimizer, params, range(3, 6))
-    run(twin, twin_params, range(3, 6))
-    assert_equal(params, twin_params, (optimizer, twin))
-
-
-def test_buckets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, cut = parameters(), parameters()
-    run(FrozenVariance(Adam(whole), after=2), whole, range(6))
-    monkeypatch.setattr("lightning_sdpipe.optim.frozen_variance._BUCKET_ELEMENTS", 6)
-    run(FrozenVariance(Adam(cut), after=2), cut, range(6))
-    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
 def test_grad_scaler_skips_and_unscales() -> None:

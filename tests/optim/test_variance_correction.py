@@ -2,10 +2,8 @@
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
+from tests.optim.gradients import give_gradients, parameters, run
 
 Make = Callable[..., Optimizer]
 
@@ -30,29 +29,6 @@ FAMILY: dict[str, Make] = {
     "nadam-decoupled": partial(NAdam, weight_decay=0.1, decoupled_weight_decay=True),
     "radam": partial(RAdam, foreach=True, weight_decay=0.1),
 }
-
-
-def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(7, 3), (5,), (), (2, 3, 2, 2)]
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
-
-
-def give_gradients(params: list[nn.Parameter], step: int, skip: int | None = None) -> None:
-    generator = torch.Generator().manual_seed(1000 + step)
-    for index, param in enumerate(params):
-        noise = torch.randn(param.shape, generator=generator, dtype=param.dtype)
-        param.grad = None if index == skip else 0.3 + noise * 10.0 ** (index - 2)
-
-
-def run(optimizer: Optimizer, params: list[nn.Parameter], steps: range) -> None:
-    for step in steps:
-        give_gradients(params, step, skip=1 if step % 3 == 2 else None)
-        optimizer.step()
-
-
-def state_of(optimizer: Optimizer, params: list[nn.Parameter], key: str) -> list[Tensor]:
-    return [optimizer.state[param][key] for param in params]
 
 
 def second_moment(optimizer: VarianceCorrection, param: Tensor) -> Tensor:
@@ -101,7 +77,7 @@ def test_second_moment_follows_its_definition_as_workers_change(make: Make, work
 
     for step in range(25):
         optimizer.num_workers = workers if step >= 10 else 3
-        give_gradients(params, step, skip=1 if step % 3 == 2 else None)
+        give_gradients(params, step)
         for param in params:
             if param.grad is not None:
                 sign = -1 if group["maximize"] else 1
@@ -207,26 +183,14 @@ def test_resumes_exactly_from_its_state(make: Make) -> None:
         assert torch.equal(second_moment(reference, before), second_moment(second, after))
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_and_pickles_with_its_parameters(clone: Callable[[Any], Any]) -> None:
-    params = parameters()
-    optimizer = VarianceCorrection(AdamW(params, lr=0.01), num_workers=4)
-    run(optimizer, params, range(3))
-    twin, twin_params = clone((optimizer, params))
-    run(optimizer, params, range(3, 6))
-    run(twin, twin_params, range(3, 6))
-    assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
-
-
 @pytest.mark.parametrize("maximize", [False, True])
 def test_takes_over_from_a_bare_optimizer(maximize: bool) -> None:
     params = parameters()
     bare = Adam(params, lr=0.01, maximize=maximize)
     for step in range(40):
-        give_gradients(params, step)
+        give_gradients(params, step, skips=False)
         bare.step()
-    plain = [value.clone() for value in state_of(bare, params, "exp_avg_sq")]
-    first = [value.clone() for value in state_of(bare, params, "exp_avg")]
+    plain, first = ([bare.state[param][key].clone() for param in params] for key in ("exp_avg_sq", "exp_avg"))
     optimizer = VarianceCorrection(bare, num_workers=4)
     for param in params:
         param.grad = torch.zeros_like(param)
@@ -258,14 +222,6 @@ def test_flat_buckets_and_other_layouts_give_the_same() -> None:
     torch.testing.assert_close(layouts["channels last"].detach().contiguous(), layouts["own"].detach())
     assert not bucket[:100].any()
     assert not bucket[400:].any()
-
-
-def test_tensors_larger_than_a_bucket_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, cut = parameters(), parameters()
-    run(VarianceCorrection(Adam(whole), num_workers=4), whole, range(5))
-    monkeypatch.setattr("lightning_sdpipe.optim.variance_correction._BUCKET_ELEMENTS", 6)
-    run(VarianceCorrection(Adam(cut), num_workers=4), cut, range(5))
-    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
 def test_grad_scaler_skips_and_unscales() -> None:

@@ -1,19 +1,28 @@
 """What holds for all optimizers that wrap another one."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam
+from torch.optim import Adam, AdamW
 
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection
 from lightning_sdpipe.optim.wrapper import OptimizerWrapper
+from tests.optim.gradients import parameters, run
+
+Wrap = Callable[[Adam], OptimizerWrapper]
+WRAPPERS = pytest.mark.parametrize(
+    "wrap", [partial(VarianceCorrection, num_workers=2), partial(FrozenVariance, after=1)], ids=["corrected", "frozen"]
+)
 
 
-@pytest.mark.parametrize("wrap", [partial(VarianceCorrection, num_workers=2), partial(FrozenVariance, after=1)])
-def test_schedulers_hooks_and_closures_see_an_ordinary_optimizer(wrap: Callable[[Adam], OptimizerWrapper]) -> None:
+@WRAPPERS
+def test_schedulers_hooks_and_closures_see_an_ordinary_optimizer(wrap: Wrap) -> None:
     param = nn.Parameter(torch.ones(3))
     inner = Adam([param], lr=1.0)
     optimizer = wrap(inner)
@@ -40,3 +49,25 @@ def test_schedulers_hooks_and_closures_see_an_ordinary_optimizer(wrap: Callable[
     assert calls == ["before", "inner", "after"] * 3
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.25})
     assert [group["lr"] for group in inner.param_groups] == [0.125, 0.25]
+
+
+@WRAPPERS
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_and_pickles_with_its_parameters(wrap: Wrap, clone: Callable[[Any], Any]) -> None:
+    params = parameters()
+    optimizer = wrap(AdamW(params, lr=0.01))
+    run(optimizer, params, range(3))
+    twin, twin_params = clone((optimizer, params))
+    run(optimizer, params, range(3, 6))
+    run(twin, twin_params, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
+
+
+@WRAPPERS
+def test_buckets_change_nothing(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = parameters(), parameters()
+    run(wrap(Adam(whole)), whole, range(6))
+    for module in ("frozen_variance", "variance_correction"):
+        monkeypatch.setattr(f"lightning_sdpipe.optim.{module}._BUCKET_ELEMENTS", 6)
+    run(wrap(Adam(cut)), cut, range(6))
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))

@@ -119,17 +119,6 @@ def test_a_rectangle_is_proposed_where_unlike_depths_gain_little(
     assert "3 devices as 1 stage × 3 pipelines" in text
 
 
-def test_depths_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = a_fleet(tmp_path, "5 equal (24)")
-    assert (
-        cli.main(["place", file, "--stages", "3,2", "--micro-batches", "8", "--sync", "all_reduce", "--moves", "4000"])
-        == 0
-    )
-    text = capsys.readouterr().out
-    assert "5 of 5 devices as pipelines of 3, 2 stages" in text
-    assert 'sync="all_reduce"' in text
-
-
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
@@ -193,8 +182,3 @@ def test_a_default_order_that_is_impossible_is_not_compared_with(
     text = capsys.readouterr().out
     assert "every pipeline (the default order and uniform cut are impossible)" in text
     assert read_placement(tmp_path / "placement.json").pipelines == (("c:0", "b:0", "a:0"),)
-
-
-def test_a_search_that_is_cut_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["place", network(tmp_path), "--stages", "2", "--moves", "10000000", "--for", "0.2"]) == 0
-    assert re.search(r"^Search         \d+ moves: cut short, so a longer --for", capsys.readouterr().out, re.MULTILINE)

@@ -12,7 +12,6 @@ import pytest
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, read_network, write_network
-from recipes.baselines import dtfm_cases as cases
 from tests.placement.sites import network_of_sites
 
 DEVICES = (Device("a", 0, 1.0), Device("a", 1, 1.0), Device("b", 0, 0.5, 8 * 2**30))
@@ -116,13 +115,3 @@ def test_what_is_no_json_is_refused(tmp_path: Path, text: str, message: str) -> 
 def test_entries_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="latency_seconds from a:1 to b:0 is nan"):
         Network(DEVICES[1:], [[0, math.nan], [0, 0]], [[0, 1], [1, 0]])
-
-
-def test_the_cases_have_the_devices_of_the_paper() -> None:
-    assert [len(cases.case(number)) for number in range(1, 6)] == [64] * 5
-    assert len(cases.case(2, "paper")) == 48
-    assert len(cases.named("ten_cities")) == 64
-    within, across = cases.named("fluidstack").bandwidth()[0][1], cases.named("fluidstack").bandwidth()[0][16]
-    assert (within, across) == (1.3e9, 0.475e9)
-    with pytest.raises(ConfigurationError, match="There is no network 'case6_code'; there are case1_code, case1_paper"):
-        cases.case(6)

@@ -9,19 +9,9 @@ import pytest
 from lightning_sdpipe.placement.model import even_stages
 from lightning_sdpipe.placement.planner import PlacementTask, place
 from lightning_sdpipe.placement.report import report
-from recipes.baselines import dtfm_cases as cases
 from tests.placement.sites import network_of_sites
 
 ASKED = PlacementTask(8, "dtfm", 1, "all_reduce", moves=500)
-
-
-@pytest.mark.parametrize("number", [1, 3, 4, 5])
-def test_it_costs_nothing_in_the_cases(number: int) -> None:
-    """Devices of a site can take each other's place."""
-    for device in (0, 40):
-        placed = place(cases.case(number), replace(ASKED, first=device), cases.stages())
-        assert placed.layout.rows[0][-1] == placed.first == device
-        assert placed.price == pytest.approx(0.0, abs=1e-9)
 
 
 def test_its_price_is_that_of_the_nearest_placement() -> None:

@@ -1,0 +1,28 @@
+"""Parameters of several shapes, and gradients of several sizes for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(7, 3), (5,), (), (2, 3, 2, 2)]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params: list[nn.Parameter], step: int, skips: bool = True) -> None:
+    """The second parameter has none in every third step, if one ``skips``."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for index, param in enumerate(params):
+        noise = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+        none = skips and index == 1 and step % 3 == 2
+        param.grad = None if none else 0.3 + noise * 10.0 ** (index - 2)
+
+
+def run(optimizer: Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        give_gradients(params, step)
+        optimizer.step()
