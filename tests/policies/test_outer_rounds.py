@@ -117,10 +117,3 @@ def test_those_that_rest_hand_the_newest_base_over_unless_they_are_lost() -> Non
     rounds.on(Joined(Worker(0, 0)), 5.0)
     rounds.on(Lost(Worker(0, 0)), 5.0)
     assert brief(ready(rounds, 1, 5, 0, 6.0)) == [(0, (1,), WHY)]
-
-
-def test_all_stages_of_a_pipeline_are_in_the_same_rounds() -> None:
-    rounds = policy(2, stages=2)
-    for pipeline, stage in ((0, 1), (1, 1), (1, 0)):
-        assert ready(rounds, pipeline, 4, 0, 1.0, stage) == []
-    assert brief(ready(rounds, 0, 4, 0, 1.0)) == [(0, (0, 1), WHY), (1, (0, 1), WHY)]

@@ -3,12 +3,14 @@
 Hypothesis moves the messages. What workers say and believe is the client's own
 :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`. They never wait for the members of
 their groups, as if every exchange overlapped with training, so they may be any number of groups ahead. Then no
-iteration is lost or doubled, and a group that anybody hears of is heard of by exactly its members.
+iteration is lost or doubled, and a group that anybody hears of is heard of by exactly its members. They are dealt
+batches, too: each by exactly one pipeline, the same on all of its stages.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from hypothesis import settings
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lightning_sdpipe.dealing.dealer import Dealer
+from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.membership.membership import Membership
@@ -37,11 +40,12 @@ FOR_EVER, SILENCE, RUN = 1e9, 8.0, 7
 
 
 class WorkerModel:
-    """One worker that trains, and pauses now and then."""
+    """One worker that trains, at once what it is dealt, and pauses now and then."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.talk = c.Conversation(worker, RUN, clock=lambda: 0.0)
+    def __init__(self, worker: Worker, machine: LossyNetwork) -> None:
+        self.worker, self.segment = worker, machine.segment
+        self.talk = c.Conversation(worker, RUN, clock=lambda: machine.now)
+        self.leases: list[Lease] = []
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
         self.iteration = 0
         self.answers: dict[int, m.Answer] = {}
@@ -54,6 +58,14 @@ class WorkerModel:
     @property
     def computes(self) -> bool:
         return self.talk.joined and m.Ready not in self.talk._open
+
+    @property
+    def asks(self) -> bool:
+        return m.AskLease not in self.talk._open and not self.over
+
+    @property
+    def over(self) -> bool:
+        return bool(self.leases) and self.leases[-1].over
 
     def beat(self, now: float) -> list[tuple[bytes, m.Request | e.Request]]:
         if self.talk.joined:
@@ -72,6 +84,9 @@ class WorkerModel:
             match effect:
                 case c.Replied(m.Ready, m.Answer() as answer):
                     self.answers[self.iteration] = answer
+                case c.Replied(m.AskLease, m.Dealt(lease=lease)):
+                    self.leases.append(lease)
+                    self.talk.leases.trained(sum(lease.size for lease in self.leases))
                 case c.Replied(_, e.Noted() | e.Start()) | c.EpochBegan() | c.Connect() | c.Warned():
                     pass
                 case _:
@@ -94,12 +109,14 @@ class LossyNetwork(RuleBasedStateMachine):
             st.builds(lambda stages, pipelines: (stages,) * pipelines, st.integers(1, 2), st.integers(1, 4)),
             st.sampled_from([(1, 2), (1, 2, 2), (3, 1, 2)]),
         ),
+        length=st.integers(1, 30),
     )
-    def start(self, config: PolicyConfig, depths: tuple[int, ...]) -> None:
-        self.now = 0.0
+    def start(self, config: PolicyConfig, depths: tuple[int, ...], length: int) -> None:
+        self.now, self.segment = 0.0, Segment(1, 0, 3, 3 + length)
         self.config, self.mesh = config, (max(depths), len(depths))
         self.depths = depths if len({*depths}) > 1 else ()
-        self.models = [WorkerModel(Worker(j, i)) for j in range(max(depths)) for i, m in enumerate(depths) if j < m]
+        workers = [Worker(j, i) for j in range(max(depths)) for i, stages in enumerate(depths) if j < stages]
+        self.models = [WorkerModel(worker, self) for worker in workers]
         self.by_worker = {model.worker: model for model in self.models}
         self.by_peer = {peer: model for model in self.models for peer in (model.line, model.beats)}
         self.to_server: list[tuple[bytes, m.Request | e.Request]] = []
@@ -169,6 +186,14 @@ class LossyNetwork(RuleBasedStateMachine):
         self.train(data.draw(st.sampled_from(self.models)))
 
     @rule(data=st.data())
+    def somebody_asks_for_batches(self, data: st.DataObject) -> None:
+        self.ask_for_batches(data.draw(st.sampled_from(self.models)))
+
+    def ask_for_batches(self, model: WorkerModel) -> None:
+        if model.asks:
+            self.send(model, model.ask(m.AskLease, self.segment, len(model.leases)))
+
+    @rule(data=st.data())
     def somebody_pauses_or_comes_back(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.models))
         if model.pauses:
@@ -233,9 +258,9 @@ class LossyNetwork(RuleBasedStateMachine):
 
     @rule()
     def the_scheduler_is_killed_and_started_again(self) -> None:
-        """What was under way is lost with the connections."""
+        """What was under way is lost with the connections; leases may have come, and be read only later."""
         self.to_server.clear()
-        self.to_workers.clear()
+        self.to_workers = [(peer, reply) for peer, reply in self.to_workers if isinstance(reply, m.Dealt)]
         self.replay()
         self.start_server()
 
@@ -264,13 +289,26 @@ class LossyNetwork(RuleBasedStateMachine):
                 assert m.iteration_of(model.worker, answer) == iteration
                 assert groups.setdefault(answer.group.sequence, answer) == answer
 
+    @invariant()
+    def no_batch_is_dealt_twice_and_stages_agree(self) -> None:
+        batches: Counter[tuple[int, int]] = Counter()
+        for pipeline in {model.worker.pipeline for model in getattr(self, "models", [])}:
+            lists = [model.leases for model in self.models if model.worker.pipeline == pipeline]
+            longest = max(lists, key=len)
+            assert all(leases == longest[: len(leases)] for leases in lists)
+            batches.update((lease.home, n) for lease in longest for n in range(lease.start, lease.stop))
+        assert max(batches.values(), default=1) == 1
+        if hasattr(self, "models") and all(model.over for model in self.models):
+            assert len(batches) == self.mesh[1] * (self.segment.stop - self.segment.start)
+
     def teardown(self) -> None:
-        """On a good day everybody trains on, since all that was left open is answered."""
+        """On a good day everybody trains on, since all that was left open is answered, until every batch is trained."""
         if not hasattr(self, "models"):
             return
         goal = max(model.iteration for model in self.models) + 2
-        for _ in range(60 * goal):
+        for _ in range(200 + 60 * goal):
             for model in self.models:
+                self.ask_for_batches(model)
                 if model.pauses:
                     self.send(model, model.ask(m.Join))
                 self.train(model)
@@ -282,12 +320,13 @@ class LossyNetwork(RuleBasedStateMachine):
             self.to_workers += self.service.tick(self.now)
             while self.to_workers:
                 self.deliver(*self.to_workers.pop(0))
-            if all(len(model.answers) >= goal for model in self.models):
+            if all(len(model.answers) >= goal and model.over for model in self.models):
                 break
         else:
-            stuck = [(model.worker, model.iteration, model.computes) for model in self.models]
+            stuck = [(model.worker, model.iteration, model.computes, model.leases) for model in self.models]
             raise AssertionError(f"not everybody was answered: {stuck}")
         self.a_group_is_the_same_for_all_who_heard_of_it()
+        self.no_batch_is_dealt_twice_and_stages_agree()
         self.replay()
         for model in self.models:
             for answer in model.answers.values():

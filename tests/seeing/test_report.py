@@ -67,28 +67,20 @@ def test_a_run_in_groups_has_their_sizes_and_its_lag(tmp_path: Path) -> None:
     assert "everybody came" in page.text
 
 
-def with_losses() -> str:
-    """The page of a run in which a pipeline is lost after 28 s and back 10 s later; another is lost for good."""
+def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None:
+    """A pipeline is lost after 28 s and back 10 s later; another is lost for good."""
     one, two, three = (Worker(0, pipeline) for pipeline in range(3))
     lives = [chunks(two, [200.0] * 140), chunks(two, [200.0] * 560, life=2)]
     later = [msgspec.structs.replace(chunk, at=chunk.at + 38) for chunk in lives[1]]
     told = {one: chunks(one, [200.0] * 750), two: [*lives[0], *later], three: chunks(three, [200.0] * 50)}
     seen = dataclasses.replace(recording(told, active=[one, two]), gone={three: 11.0})
-    return html.page("train.py", to_plain(seen, None), seen, live=True).decode()
-
-
-def check_losses(page: str) -> None:
-    text = Page(page).text
+    text = Page(html.page("train.py", to_plain(seen, None), seen, live=True).decode()).text
     assert "140 + 560 = 700" in text
     assert "2 of 3: 2 lost 2 min 19 s ago" in text
     for words in ("pipeline 1 was lost after 28 s", "pipeline 1 is back after 38 s", "pipeline 2 was lost after 11 s"):
         assert words in text
     assert "Training" in text
     assert "1,500" in text, "updates of all"
-
-
-def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None:
-    check_losses(with_losses())
 
 
 @pytest.mark.parametrize(("state", "over"), [("waiting: 1 of 2 pipelines", False), ("finished", True)])

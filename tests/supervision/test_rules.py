@@ -282,17 +282,6 @@ def test_ctrl_c_once_and_twice() -> None:
     assert deaf.on(None, 40.0) == [Stop(0, signal.SIGKILL)]
 
 
-def test_the_leaders_progress_is_shown() -> None:
-    made = training()
-    made.on(ProcessEnded(0, 1, KILLED), 9.0)
-    assert made.shown == 0, "a process of the leader lives"
-    made.on(ProcessEnded(0, 0, KILLED), 9.1)
-    made.on(seen(1, 2, 3, at=9.2, leader=2), 9.2)
-    assert made.shown == 2
-    made.on(seen(1, 2, 3, at=9.3), 9.3)
-    assert made.shown == 2, "none leads at the moment"
-
-
 @dataclass
 class Machine:
     """Processes as far as the rules can tell: what lives, and what has been decided."""

@@ -61,13 +61,6 @@ def test_eager_reduce_carries_it_into_the_next_round() -> None:
     assert server.parameter == 1 + Fraction(6 + 3, 3)
 
 
-def test_bulk_synchronous_rounds_are_means_of_all() -> None:
-    for rule in (AdmissionRule(), AdmissionRule(quorum=3)):
-        server = Server(3, rule)
-        assert [sorted(server.push(p, change)) for p, change in enumerate((1, 2, 6))] == [[], [], [0, 1, 2]]
-        assert server.parameter == 3
-
-
 def test_inverse_staleness_counts_the_clocks_of_the_furthest() -> None:
     server = Server(2, AdmissionRule(staleness=None, weights="inverse_staleness", combine="sum"))
     for _ in range(5):
@@ -77,18 +70,6 @@ def test_inverse_staleness_counts_the_clocks_of_the_furthest() -> None:
     assert server.parameter == 5 + Fraction(10, 5)
     server.push(1, 10)
     assert server.parameter == 7 + 10, "it has pulled in between"
-
-
-def test_what_is_left_of_a_round_counts_when_all_have_left() -> None:
-    for rule, parameter in ((AdmissionRule(quorum=2), 5), (AdmissionRule(quorum=2, late="carry"), Fraction(5 + 4, 3))):
-        server = Server(3, rule)
-        server.leave(2, None)
-        assert server.leave(0, None) == ()
-        assert server.push(1, 5) == (1,), "with fewer than the quorum, all are one"
-        assert server.parameter == (5 if rule.late == "drop" else Fraction(5, 3))
-        server.leave(1, None if rule.late == "drop" else 4)
-        assert server.parameter == parameter
-        assert server.round == 0
 
 
 @pytest.mark.parametrize(
@@ -108,11 +89,6 @@ def test_what_is_left_of_a_round_counts_when_all_have_left() -> None:
 def test_values_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         AdmissionRule(**options)
-
-
-def test_a_quorum_of_more_than_everybody_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="quorum=4 is not allowed with 3 pipelines; give 1 to 3"):
-        admission(AdmissionRule(quorum=4), 3)
 
 
 rules = st.one_of(
@@ -173,23 +149,3 @@ def test_the_fastest_gets_exactly_s_clocks_ahead_and_knows_whom_it_waits_for(pip
     released = [server.push(pipeline, 1) for pipeline in range(1, pipelines)]
     assert 0 in released[-1]
     assert not any(0 in earlier for earlier in released[:-1])
-
-
-def test_who_takes_no_part_or_joins_twice_is_refused() -> None:
-    followed = admission(AdmissionRule(staleness=3), 3)
-    for pipeline in (0, 1):
-        followed.join(pipeline)
-    with pytest.raises(ValueError, match="joined twice"):
-        followed.join(0)
-    with pytest.raises(ValueError, match="pipeline 2 takes no part"):
-        followed.push(2)
-
-
-def test_one_that_joins_later_starts_level_with_the_last() -> None:
-    followed = BoundedStaleness(AdmissionRule(staleness=3), 3)
-    followed.join(0)
-    followed.join(1)
-    for pipeline in (0, 0, 1):
-        followed.push(pipeline)
-    followed.join(2)
-    assert followed.finished(2) == 1

@@ -33,16 +33,6 @@ def test_synchronous_methods_compute_what_a_loop_computes() -> None:
         assert (points[-1].steps, points[-1].updates) == (80, 20)
 
 
-def test_late_pushes_count_as_the_rule_says() -> None:
-    """The slow one of four is never among three."""
-    dropped, carried = (
-        by_decisions(AdmissionRule(quorum=3, late=late), work(slowest=5.0), Quadratic(4, 0.1, 0, 8))[-1]
-        for late in ("drop", "carry")
-    )
-    assert dropped.steps == 3 * dropped.updates
-    assert carried.steps == pytest.approx((3 + 1 / 5) * carried.updates, rel=0.05)
-
-
 def test_models_learn_along_the_decisions() -> None:
     points = by_decisions(PartialReduce(2, decay=0.5), work(iterations=40), Quadratic(4, 0.1, 0))
     assert points[-1].value < 0.1 * points[0].value

@@ -129,18 +129,6 @@ def test_repeating_a_request_is_harmless() -> None:
     assert d.service.refused == {}
 
 
-def test_a_frame_that_was_seen_before_changes_nothing() -> None:
-    d = Dialogue()
-    d.join(A)
-    d.number += 1
-    leave = m.Leave(A, 7, d.number)
-    assert len(d.hear(line(A), leave)) == 1
-    d.join(A)
-    assert d.hear(line(A), leave) == []
-    assert d.beat(A, True) == []
-    assert d.service.refused == {"replayed": 1}
-
-
 def test_one_start_of_a_worker_does_not_speak_in_another_that_lives() -> None:
     d = Dialogue()
     d.join(A)
@@ -193,15 +181,6 @@ def test_a_worker_that_does_not_exist_is_refused() -> None:
     assert isinstance(reply, e.Refused)
     assert "does not exist" in reply.reason
     assert d.states() == []
-
-
-def test_a_second_ready_is_refused_while_the_first_waits() -> None:
-    d = Dialogue()
-    d.join(A)
-    d.join(B)
-    d.say(m.Ready, A, 0)
-    ((_, reply),) = d.say(m.Ready, A, 1)
-    assert reply == e.Refused(d.number, "iteration 0 waits for an answer")
 
 
 def test_a_scheduler_that_is_cut_off_from_all_calls_nobody_lost() -> None:
@@ -334,14 +313,6 @@ class TestRestart:
         assert d.resume(A, m.Answer(group(A, B, sequence=41), (5, 5))) == []
         return d
 
-    def test_an_answer_that_some_heard_is_given_to_the_others(self) -> None:
-        d = self.restarted()
-        assert d.resume(B, m.Answer(group(A, B, sequence=40), (4, 4))) == []
-        same = m.Answer(group(A, B, sequence=41), (5, 5))
-        assert d.say(m.Ready, B, 5) == [(line(B), same)]
-        new = m.Answer(group(A, B, sequence=42), (6, 6))
-        assert d.say(m.Ready, B, 6) == [(line(A), new), (line(B), new)]
-
     def test_a_worker_that_does_not_come_back_within_the_grace_ends_the_run(self) -> None:
         d = self.restarted()
         assert d.tick(9.9) == []
@@ -360,22 +331,6 @@ class TestRestart:
         assert d.service.failure is None
         d.join(B, now=4.0)
         assert d.say(m.Ready, B, 6, now=4.0)[0][1] == m.Answer(group(B, sequence=42), (6,)), "it does not wait for A"
-
-    def test_it_waits_for_nobody_else_once_all_are_back(self) -> None:
-        d = Dialogue(NoSync())
-        d.resume(A)
-        d.say(m.Ready, A, 0)
-        ((identity, _),) = d.resume(B)
-        assert identity == line(A)
-
-    def test_a_worker_that_joins_anew_is_not_given_what_it_had_missed_before(self) -> None:
-        d = self.restarted()
-        d.resume(B)
-        d.say(m.Leave, B)
-        d.join(B)
-        d.say(m.Ready, A, 7)
-        answers = d.say(m.Ready, B, 5)
-        assert {reply.group.sequence for _, reply in answers} == {43}, "5 is another ready than that of group 41"
 
     def test_who_left_while_it_was_held_is_not_answered(self) -> None:
         d = self.restarted()
@@ -574,26 +529,6 @@ class TestPipelinesOfUnlikeDepths:
         assert "sync-graph of the pipelines" in page
         assert page.count("sync-graph") == 1
 
-    def test_a_lost_stage_takes_its_pipeline_out(self) -> None:
-        d = self.dialogue()
-        d.say(m.Ready, A, 0)
-        d.say(m.Ready, self.FIRST, 0)
-        assert d.say(m.Leave, self.LAST)[:1] == [
-            (line(A), m.Answer(group(A, sequence=0, reason=Reason.WORKER_LOST), (0,)))
-        ]
-
-    def test_a_scheduler_that_is_started_again_gives_all_of_a_pipeline_one_answer(self) -> None:
-        heard = m.Answer(group(A, B, sequence=5), (9, 9))
-        d = Dialogue(elastic=ElasticConfig.of_fixed(2, depths=(1, 2)), stages=2)
-        d.resume(self.FIRST, heard)
-        d.resume(self.LAST)
-        d.resume(A)
-        for worker in (A, self.LAST):
-            assert d.say(m.Ready, worker, 9) == [(line(worker), heard)]
-        d.say(m.Ready, A, 10)
-        d.say(m.Ready, self.FIRST, 10)
-        assert len(d.say(m.Ready, self.LAST, 10)) == 3
-
     def test_another_shape_is_refused_by_name(self) -> None:
         d = self.dialogue()
         for theirs, said in (
@@ -605,13 +540,3 @@ class TestPipelinesOfUnlikeDepths:
             assert re.search("a run of 2 pipelines of 1, 2 stages, and .*" + said, reply.reason)
         ((_, reply),) = d.say(m.Hello, A, (2, 2, 1, 2))
         assert isinstance(reply, m.Welcome)
-
-    def test_batches_count_when_all_stages_of_their_pipeline_have_trained_them(self) -> None:
-        d, segment = self.dialogue(NoSync()), Segment(5, 0, 0, 4)
-        workers = (A, self.FIRST, self.LAST)
-        replies = [reply for worker in workers for reply in d.say(m.AskLease, worker, segment, 0, Done(0))]
-        assert [peer for peer, _ in replies] == [line(worker) for worker in workers]
-        dealer = d.service.leases._dealer
-        d.beat(self.FIRST, True, dealt=(segment, Done(1)))
-        assert dealer.still_training() == [0, 1]
-        assert self.LAST not in dealer.behind()

@@ -18,48 +18,22 @@ from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.sync import (
     ADPSGD,
-    PHDPSGD,
     AllReduce,
     Decentralized,
     DiLoCo,
     LocalSGD,
     NoSync,
-    PartialReduce,
     SemiDecentralized,
 )
 from lightning_sdpipe.sync.methods import ByPolicy
 from lightning_sdpipe.worker.elastic import refusals
 from lightning_sdpipe.worker.elastic.run import ElasticRun
 
-BY_MODELS = PHDPSGD(groups=[[0, 1], [2]], within="models")
-
 
 @pytest.fixture(autouse=True)
 def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDPIPE_PIPELINE", "0")
     monkeypatch.setenv("SDPIPE_SCHEDULER", "tcp://127.0.0.1:9")
-
-
-@pytest.mark.parametrize(
-    "sync",
-    [
-        *(SemiDecentralized(), PartialReduce(), NoSync(), LocalSGD(every=2), ADPSGD(), BY_MODELS),
-        ADPSGD(asynchronous=True),
-        *(AllReduce(), AllReduce(weights="equal"), AllReduce(weights="samples")),
-        *(DiLoCo(every=2), DiLoCo(every=2, weights="samples")),
-        *(Decentralized(), Decentralized("shift_one", 2)),
-    ],
-)
-def test_these_methods_work(sync: Any) -> None:
-    options = SDPipeStrategy(sync=sync).options
-    refusals.check_options(options)
-    assert options.data == "dealt"
-
-
-@pytest.mark.parametrize("sync", [PHDPSGD(), DiLoCo(every=2, fragments=2)])
-def test_other_methods_are_refused(sync: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"SemiDecentralized|PHDPSGD\(within='models'|fragments=1"):
-        SDPipeStrategy(sync=sync)
 
 
 @pytest.mark.parametrize(("name", "value"), [("start_method", "fork"), ("batch_by_speed", True)])
@@ -76,11 +50,6 @@ def test_machines_must_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
             ElasticRun(options, SimpleNamespace(), lambda: None).check()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sync", [SemiDecentralized(), PartialReduce(), ADPSGD(), ADPSGD(asynchronous=True)])
-def test_groups_may_send_eight_bits_and_average_beside_the_next_step(sync: Any) -> None:
-    SDPipeStrategy(sync=sync, exchange=Exchange(EightBit(), overlap="step"))
-
-
 def test_rounds_of_all_send_payloads_as_diloco_does() -> None:
     for payload in (EightBit(), OneBit()):
         options = SDPipeStrategy(sync=LocalSGD(every=2), exchange=Exchange(payload, overlap="step")).options
@@ -90,13 +59,6 @@ def test_rounds_of_all_send_payloads_as_diloco_does() -> None:
     SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(overlap="free"))
     with pytest.raises(ConfigurationError, match=r"with sync=LocalSGD\(every=1\) does not work in an .* Use Full"):
         SDPipeStrategy(sync=LocalSGD(every=1), exchange=Exchange(EightBit(), overlap="free"))
-
-
-def test_groups_by_machine_are_refused_since_machines_come_later() -> None:
-    for machines in (PHDPSGD(within="models"), PHDPSGD()):
-        with pytest.raises(ConfigurationError, match=r"PHDPSGD\(group_size=2, within='models'\)"):
-            SDPipeStrategy(sync=machines)
-    SDPipeStrategy(sync=PHDPSGD(within="models", group_size=1))
 
 
 @pytest.mark.parametrize("sync", [SemiDecentralized(), LocalSGD(every=2), ADPSGD()])
@@ -114,11 +76,6 @@ def test_pairs_that_compute_meanwhile_need_a_scheduler_that_names_such_pairs() -
     for needed, held, name in ((does_not, waits, "ad_psgd --set asynchronous=true"), (waits, does_not, "ad_psgd")):
         with pytest.raises(ConfigurationError, match=f"decides by {name}, and .*Start it with --policy {name}, or"):
             refusals.check_scheduler(SDPipeStrategy(sync=needed).options, needed, held)
-
-
-@pytest.mark.parametrize("distributed", [True, "async"])
-def test_a_checkpoint_may_be_written_in_parts(distributed: Any) -> None:
-    refusals.check_options(SDPipeStrategy(save_distributed_checkpoint=distributed).options)
 
 
 def test_pipelines_of_unlike_depths_are_for_ordinary_runs() -> None:
