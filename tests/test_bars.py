@@ -39,8 +39,8 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 
 BARS = {
     "code lines of the package": 37_832,
-    "code lines of recipes, without baselines and tools": 7_381,
-    "code lines of tests": 41_379,
+    "code lines of recipes, without baselines and tools": 6_995,
+    "code lines of tests": 40_400,
     "statements that raise something": 546,
     "types of messages, events, decisions and effects": 78,
 }
