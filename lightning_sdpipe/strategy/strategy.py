@@ -546,11 +546,11 @@ class SDPipeStrategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments with which every stage of a pipeline sees the same batches. For prediction, whole batches are dealt
         out later."""
-        if self.module.trainer.predicting:
+        if self.lightning_module is not None and self._trainer.predicting:
             return {"num_replicas": 1, "rank": 0}
-        if not self._run.opened:  # the user looks at loaders before a run
+        if self.lightning_module is None or not self._run.opened:  # the user looks at loaders before a run
             return {"num_replicas": self.mesh.num_pipelines, "rank": 0}
-        return self._run.sampler if self.module.trainer.training else self._run.evaluation_sampler
+        return self._run.sampler if self._trainer.training else self._run.evaluation_sampler
 
     @property
     def reads_inputs(self) -> bool:
@@ -795,7 +795,8 @@ class SDPipeStrategy(DDPStrategy):
         return checkpoints.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._origin.load(checkpoint.get("random_states", {}))
+        if self._run.opened:  # else the user loads a checkpoint
+            self._origin.load(checkpoint.get("random_states", {}))
         if self._set_up is not None and self._set_up.complete:
             self._set_up.begin_where_it_ended()
         load_module_state(self.module, checkpoint["state_dict"], strict)

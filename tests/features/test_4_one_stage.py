@@ -360,9 +360,11 @@ class Stopping(Regression):
 
 def _as_lightning(directory: Path) -> None:
     trainer, model = pipelines(directory, SDPipeStrategy()), Stopping()
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}, "before a run"
     decided = trainer.strategy.reduce_boolean_decision(True), float(trainer.strategy.reduce(torch.tensor(2.0)))
     assert decided == (True, 2.0), "outside of a run"
     trainer.strategy._lightning_module, model.trainer = model, trainer
+    trainer.strategy.load_model_state_dict({"state_dict": model.state_dict()})
     loader = train_loader()
     assert trainer.strategy.process_dataloader(loader) is loader, "outside of a run"
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
