@@ -363,8 +363,8 @@ class ElasticRun:
         dies: Callable[[], None],
         work: Callable[[], None],
         pipelines: int = 3,
-        alone: int = 12,
-        again: int = 16,
+        alone: int = 8,
+        again: int = 8,
         kill_after: int = 0,
     ) -> float:
         """Starts so many ``pipelines``. The last one ``dies`` by itself, or is killed after so many turns; when the

@@ -160,7 +160,7 @@ def test_one_is_killed_in_a_round_and_comes_back(
 ) -> None:
     with elastic_run(tmp_path, num_stages, 3) as run:
         work = partial(train, tmp_path, num_stages, exchange=exchange)
-        run.lose_and_regain(partial(work, fault=Fault(phase, 12)), work, alone=8, again=12)
+        run.lose_and_regain(partial(work, fault=Fault(phase, 8)), work)
         run.finish_well(sync=AllReduce())
         check(run, [0, 1, 2], BATCH if exchange.is_full else 1)
 

@@ -34,7 +34,7 @@ def kill_in_exchange(number: int) -> None:
 
 def train(directory: Path, sync: Decentralized, exchange: Exchange, num_stages: int, dies: bool = False) -> None:
     if dies and int(os.environ["RANK"]) == 0:
-        kill_in_exchange(12)
+        kill_in_exchange(8)
     fit(directory, SAMPLES, {"sync": sync, "exchange": exchange, "num_stages": num_stages})
 
 
@@ -56,7 +56,7 @@ def test_one_is_killed_in_an_exchange_and_comes_back(
 ) -> None:
     with elastic_run(tmp_path, num_stages, 4) as run:
         work = partial(train, tmp_path, sync, exchange, num_stages)
-        run.lose_and_regain(partial(work, dies=True), work, pipelines=4, again=12)
+        run.lose_and_regain(partial(work, dies=True), work, pipelines=4)
         run.finish_well(sync=sync)
         run.check_samples()
         assert max(row.get("others", 0) for row in run.rows(3)[-1]) > 1, "it has averaged with others"

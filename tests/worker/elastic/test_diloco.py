@@ -75,7 +75,7 @@ def kill_in_round(phase: str, rounds: int) -> None:
 
 def train(directory: Path, sync: Any, exchange: Exchange, phase: str = "", rank: int = 0) -> None:
     if phase and int(os.environ["RANK"]) == rank:
-        kill_in_round(phase, 4)
+        kill_in_round(phase, 3)
     os.environ["SDPIPE_HOST"] = "aab"[int(os.environ["SDPIPE_PIPELINE"])]
     fit(directory, SAMPLES, {"sync": sync, "exchange": exchange}, more=[Bases()])
 

@@ -79,7 +79,7 @@ def check(run: ElasticRun, rank: int) -> None:
 def test_one_is_killed_in_a_round_and_comes_back(tmp_path: Path, num_stages: int) -> None:
     with elastic_run(tmp_path, num_stages, PIPELINES) as run:
         work = partial(train, tmp_path, num_stages)
-        run.lose_and_regain(partial(work, fault=Fault("amid", 12)), work, PIPELINES, alone=8, again=12)
+        run.lose_and_regain(partial(work, fault=Fault("amid", 12)), work, PIPELINES)
         run.finish_well(sync=AllReduce())
         for rank in range(num_stages):
             check(run, rank)

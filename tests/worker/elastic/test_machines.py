@@ -63,7 +63,7 @@ def test_survivors_exchange_again_by_the_machines_that_are_left(tmp_path: Path) 
     sync, exchange = LocalSGD(every=1), Exchange(hierarchy="hosts")
     work = partial(train, tmp_path, sync=sync, exchange=exchange)
     with elastic_run(tmp_path, 1, 3) as run:
-        run.lose_and_regain(partial(work, host="b", dies_in=20), partial(work, host="a"), alone=8, again=12)
+        run.lose_and_regain(partial(work, host="b", dies_in=20), partial(work, host="a"))
         run.finish_well(sync=sync)
         run.check_samples()
         (rows,) = run.rows(0)

@@ -63,6 +63,7 @@ def test_who_gives_its_state_or_leaves_drains_and_what_was_in_flight_at_a_death_
         run.wait_for_turns([1], 5)
         codes = run.finish()
         assert codes == {0: [128 + signal.SIGTERM] * STAGES, 1: [0] * STAGES}, run.said()
+        assert "pipeline 0 left" in run.said()
         for rank in range(STAGES):
             rows = [row for pipeline in range(2) for start in run.rows(pipeline, rank) for row in start]
             trained: dict[int, Counter[int]] = {}
