@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 from collections.abc import Iterator
@@ -150,6 +151,7 @@ def _task(rank: int, port: int) -> dict[str, Any]:
 def test_workers_that_get_the_trainer_pickled(tmp_path: Path) -> None:
     """The other ways are those of most tests: "popen" in test_strategy.py, "fork" nearly everywhere."""
     before = Regression()
+    multiprocessing.set_forkserver_preload(["tests.features.running"])  # else both would import it
     trainer, model = fit(tmp_path, SDPipeStrategy(2, AllReduce(), start_method="forkserver"), 2, 4)
     assert not torch.equal(model.net[0].weight, before.net[0].weight)
     assert not torch.equal(model.net[3].weight, before.net[3].weight)
@@ -170,8 +172,9 @@ def test_forking_after_threads_have_computed_here(two_threads: None, tmp_path: P
     before it in this process."""
     norm = nn.BatchNorm1d(512)
     norm(torch.randn(4096, 512)).sum().backward()
-    fit(tmp_path, SDPipeStrategy(1, AllReduce()), 1, 4, Normalized())
-    trainer, _ = fit(tmp_path, SDPipeStrategy(1, AllReduce(), start_method="fork"), 1, 4, Normalized())
+    short: Any = {"max_epochs": 1, "limit_train_batches": 2}
+    fit(tmp_path, SDPipeStrategy(1, AllReduce()), 1, 4, Normalized(), **short)
+    trainer, _ = fit(tmp_path, SDPipeStrategy(1, AllReduce(), start_method="fork"), 1, 4, Normalized(), **short)
     assert trainer.callback_metrics["threads"] == 2
 
 
