@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test test-all quick docs pictures gpu versions lint clean
+.PHONY: help demo test test-all checked quick docs pictures gpu versions lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -10,11 +10,14 @@ help:  ## list the targets
 demo: .venv/ready  ## train on handwritten digits, SDPipe against all-reduce: a slower device, and workers that stall
 	$(BIN)/sdpipe demo
 
-test: lint docs  ## ruff, mypy, the documents and pytest
+test: checked  ## ruff, mypy, the documents and pytest
 	$(BIN)/python -m pytest
 
-test-all: lint docs  ## make test, and what takes minutes or needs root, services and other packages; says what was skipped
+test-all: checked  ## make test, and what takes minutes or needs root, services and other packages; says what was skipped
 	$(BIN)/python -m pytest -m "" -rs
+
+checked: .venv/ready
+	$(MAKE) --jobs=2 --output-sync lint docs
 
 quick: .venv/ready  ## the tests that start no other processes, in a minute
 	$(BIN)/python -m pytest -m "not distributed and not slow" --hypothesis-profile=quick --dist=worksteal
