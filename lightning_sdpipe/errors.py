@@ -24,7 +24,7 @@ class NonFiniteError(RuntimeError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"Not finite: {what}. Lower the learning rate or clip gradients; Trainer(detect_anomaly=True) finds the "
-            "operation. SDPipeStrategy(on_nonfinite='continue') goes on all the same."
+            "operation. SDPipeStrategy(on_nonfinite='continue') continues anyway."
         )
 
 
@@ -44,8 +44,8 @@ class MustEndError(WorkerFailedError):
 
 
 ONLY_LIGHTNING = (
-    "SDPipeStrategy works with the Trainer of `import lightning as L` only: pytorch_lightning has one of its own, "
-    "which takes none of its strategies, and with Fabric there is no training_step that could be cut."
+    "SDPipeStrategy works only with the Trainer of `import lightning as L`: that of pytorch_lightning does not accept "
+    "its strategies, and Fabric has no training_step that could be cut."
 )
 
 LOST_CONNECTION = "gloo/transport"

@@ -29,7 +29,7 @@ def check(printed: str, directory: Path) -> None:
     assert {path.name for path in directory.iterdir()} >= {"sdpipe-demo.html", "sdpipe-demo.png"}
     *_, ours, theirs = printed.splitlines()
     for line, method in ((ours, "SDPipe"), (theirs, "all-reduce")):
-        short = r"too short to tell \(\d+ of 96 updates\)|\d of 4 workers have told of no update"  # of one or none
+        short = r"too short to tell \(\d+ of 96 updates\)|\d of 4 workers have reported no update"  # of one or none
         assert re.fullmatch(rf"   {method} +sdpipe: .*; ({short}).*", line), line
 
 

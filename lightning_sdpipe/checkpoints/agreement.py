@@ -38,9 +38,9 @@ def refuse_unlike(members: str, every: Mapping[int, str]) -> NoReturn:
     alike = {said: [number for number, own in every.items() if own == said] for said in every.values()}
     found = "; ".join(f"{members} {numbers}: {said}" for said, numbers in alike.items())
     raise ConfigurationError(
-        f"The {members} would go on from unlike checkpoints: {found}. Give all {members} the same one, on a file "
-        "system that all machines see, or as a copy on each. Rank 0 alone writes it, so ckpt_path='last' finds others, "
-        "or none, on the disks of other machines."
+        f"The {members} would continue from different checkpoints: {found}. Give all {members} the same one, on a file "
+        "system that all machines see, or as a copy on each. Only rank 0 writes checkpoints, so ckpt_path='last' finds "
+        "other ones, or none, on the disks of other machines."
     )
 
 

@@ -22,7 +22,7 @@ def consolidate(directory: Path, file: Path) -> None:
     """
     if not is_distributed(directory):
         raise ValueError(
-            f"{directory} is no distributed checkpoint; give a directory that a run with "
+            f"{directory} is not a distributed checkpoint; give a directory that a run with "
             "SDPipeStrategy(save_distributed_checkpoint=True) has written"
         )
     if file.exists():

@@ -69,9 +69,9 @@ def directory_of(path: Any) -> Path:
     """
     if not is_local_path(path):
         raise ConfigurationError(
-            f"A distributed checkpoint is a directory on a file system that all ranks see, and {path} is none. Give "
-            "ModelCheckpoint(dirpath=...) or ckpt_path such a one, and copy the directory when it is there; or "
-            "SDPipeStrategy(save_distributed_checkpoint=False), which writes one file, also to such an address."
+            f"A distributed checkpoint is a directory on a file system that all ranks see, and {path} is not one. "
+            "Pass such a directory as ModelCheckpoint(dirpath=...) or ckpt_path, and copy it when it is complete; or "
+            "SDPipeStrategy(save_distributed_checkpoint=False), which writes one file, to such an address too."
         )
     return place_of(path)
 

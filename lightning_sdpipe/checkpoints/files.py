@@ -106,7 +106,7 @@ def damaged(path: Any) -> ConfigurationError:
     """Return the error for a checkpoint at ``path`` that cannot be read."""
     others = sorted(other.name for other in Path(path).parent.glob("*.ckpt") if other != Path(path))
     return ConfigurationError(
-        f"The checkpoint {path} is damaged (cut off, perhaps), or is none. Give another one, as in "
+        f"The checkpoint {path} is damaged (perhaps cut off), or is not a checkpoint. Pass another one to "
         f"fit(ckpt_path=...); in its directory there are: {', '.join(others) or 'no others'}."
     )
 

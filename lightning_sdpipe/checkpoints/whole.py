@@ -230,8 +230,8 @@ class OptimizerParts:
             if name is None:
                 raise ConfigurationError(
                     f"The optimizer was given a parameter of shape {tuple(parameter.shape)} that the module does not "
-                    "have, or got after it had been cut, so no stage owns it. Make it a parameter of the module, in "
-                    "__init__, configure_model or setup."
+                    "have, or got only after it had been cut, so no stage owns it. Make it a parameter of the module, "
+                    "in __init__, configure_model or setup."
                 )
             self._name_of[place] = name
             owners = self._owners[place] = self._ownership.stages[name]
@@ -249,8 +249,8 @@ class OptimizerParts:
         if len(optimizer.param_groups) != len(self._whole):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} had {len(self._whole)} parameter groups and has "
-                f"{len(optimizer.param_groups)} now, so that what they hold on other stages is not known. Add groups "
-                "with add_param_group, and set lr=0 instead of taking one away."
+                f"{len(optimizer.param_groups)} now, so it is not known what they hold on other stages. Add groups "
+                "with add_param_group; instead of removing one, set its lr=0."
             )
         return [{**group, "params": whole} for group, whole in zip(optimizer.param_groups, self._whole, strict=True)]
 

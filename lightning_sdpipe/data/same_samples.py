@@ -62,12 +62,12 @@ def difference(members: str, every: Mapping[int, Sequence[int]]) -> str | None:
         if len(known) > 1:
             first, other, *_ = sorted(known.values())
             return (
-                f"Pipelines have unlike training data: {name} on {members} {other} is another one than on {members} "
-                f"{first}. Each pipeline takes its part of its own data, so some samples are trained twice and others "
-                "never. Usual causes: random_split, or other draws in the script, without a seed (call "
-                "L.seed_everything(1) first: every process runs the script); labels or files in the order of a set or "
-                "of a directory (sort them); a data set of which each rank takes its part by itself (give "
-                "Trainer(use_distributed_sampler=False) with it). Training goes on."
+                f"Pipelines have different training data: {name} on {members} {other} differs from that on {members} "
+                f"{first}. Each pipeline trains its part of its own data, so some samples are trained twice and others "
+                "never. Usual causes: random_split, or other random numbers in the script, without a seed (call "
+                "L.seed_everything(1) first, because every process runs the script); labels or files in the order of a "
+                "set or of a directory (sort them); a data set of which each rank takes its own part (pass "
+                "Trainer(use_distributed_sampler=False) with it). Training continues."
             )
     return None
 

@@ -23,29 +23,29 @@ def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
     If they cannot, each pipeline trains its own shard, in which no sample is missing, as fast as it can.
     """
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} is not a DataLoader, so no other can be given its batches"
+        return f"a {type(loader).__name__} is not a DataLoader, so its batches cannot be given to another pipeline"
     if isinstance(loader.dataset, IterableDataset):
         return "an IterableDataset is read in order, so no pipeline can be given a part of it"
     if not getattr(loader, "in_order", True):
         return "DataLoader(in_order=False) gives batches in an order that is not known beforehand"
     if isinstance(loader, Stateful):
-        return f"a {type(loader).__name__} keeps by itself where it is in the epoch (state_dict), in its own shard"
+        return f"a {type(loader).__name__} decides by itself (state_dict) where in its own shard it resumes"
     batches = _index_sampler(loader)
     if not hasattr(batches, "__len__"):
         return f"the batch sampler {type(batches).__name__} has no length; give it a __len__"
     sampler = _distributed(batches)
     if sampler is None:
         return (
-            f"no DistributedSampler was found in {type(batches).__name__}: it keeps its sampler in none of its "
-            "attributes, or Trainer(use_distributed_sampler=False) was given"
+            f"no DistributedSampler was found in {type(batches).__name__}: none of its attributes holds "
+            "one, or Trainer(use_distributed_sampler=False) was given"
         )
     if (sampler.num_replicas, sampler.rank) != (num_pipelines, pipeline):
         return (
-            f"its sampler is of replica {sampler.rank} of {sampler.num_replicas}, and this is pipeline {pipeline} of "
-            f"{num_pipelines}; let Lightning make it, or give it trainer.strategy.distributed_sampler_kwargs"
+            f"its sampler is that of replica {sampler.rank} of {sampler.num_replicas}, and this is pipeline {pipeline} "
+            f"of {num_pipelines}; let Lightning make it, or give it trainer.strategy.distributed_sampler_kwargs"
         )
     if len(batches) == 0:
-        return "a pipeline has no batch in an epoch; give more data, a smaller batch size or drop_last=False"
+        return "a pipeline has no batch in an epoch; use more data, a smaller batch size or drop_last=False"
     try:
         _copied(batches, loader)
     except Exception as error:
@@ -64,7 +64,7 @@ def takes_turns(loader: Any) -> bool:
 def refuse_to_deal(reason: str) -> ConfigurationError:
     """Return the error for ``data="dealt"`` where batches cannot be dealt."""
     return ConfigurationError(
-        f"data='dealt' was given, but {reason}. Otherwise give data='sharded': each pipeline then trains its own shard."
+        f"data='dealt' was given, but {reason}. Or pass data='sharded': each pipeline then trains its own shard."
     )
 
 
@@ -117,7 +117,7 @@ class Shards:
             raise ConfigurationError(
                 f"The sampler gave {len(batches)} batches for the shard of pipeline {home}, and its length is "
                 f"{len(self)}. Dealt batches need shards that are as long as len() says, the same for each pipeline; "
-                "give data='sharded' otherwise."
+                "or pass data='sharded'."
             )
         return batches
 

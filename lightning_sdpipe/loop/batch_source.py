@@ -60,8 +60,8 @@ def find_place(trainer: Trainer, before: Split | None, now: Split | None, loader
     again = done * before[0] * before[2] - number * now[0] * now[2]
     if again:
         rank_zero_warn(
-            f"The checkpoint is of the middle of an epoch of {_described(before)}, and this run has {_described(now)}. "
-            f"It goes on after batch {number} of each, so {again} samples are trained again."
+            f"The checkpoint is from the middle of an epoch of {_described(before)}, and this run has "
+            f"{_described(now)}. It continues after batch {number} of each, so {again} samples are trained again."
         )
     move_to(trainer, number)
     return True
@@ -98,9 +98,9 @@ def place_in(now: Split | None, before: Split | None, done: int) -> int | None:
 def refuse_other_split(before: Split | None, now: Split | None) -> ConfigurationError:
     """Return the error where that cannot be."""
     return ConfigurationError(
-        f"The checkpoint is of the middle of an epoch of {_described(before)}, and this run has {_described(now)}, so "
-        "it is not known which samples remain. Resume with the same data, and with the same batch size and number of "
-        "pipelines if the loader has a batch sampler of your own; or from the end of an epoch."
+        f"The checkpoint is from the middle of an epoch of {_described(before)}, and this run has {_described(now)}, "
+        "so it is not known which samples remain. Resume with the same data, and with the same batch size and number "
+        "of pipelines if the loader has a batch sampler of your own; or from the end of an epoch."
     )
 
 

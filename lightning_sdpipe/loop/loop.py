@@ -216,7 +216,7 @@ def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
     """Decline to requeue: Lightning would save a checkpoint in the handler, at another batch on each rank, which would
     wait for ever."""
     rank_zero_warn(
-        f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save some by "
+        f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save with "
         "ModelCheckpoint(train_time_interval=...), and resume with fit(ckpt_path='last')."
     )
 

@@ -76,7 +76,7 @@ def agree_on_groups(optimizer: Optimizer, module: nn.Module, groups: ProcessGrou
         if only_here or only_there:
             name = next(iter(only_here + only_there)) or "a parameter that the module does not have"
             raise ConfigurationError(
-                f"configure_optimizers makes other parameter groups on rank {groups.rank} than on rank 0: group "
+                f"configure_optimizers makes different parameter groups on rank {groups.rank} and on rank 0: group "
                 f"{number} has {name!r} {'here' if only_here else 'there'} only. Every rank has every parameter, those "
                 "of other stages without values: sort them by what is the same on all ranks, such as their names, "
                 "shapes, modules and attributes, and leave none out."
@@ -97,10 +97,11 @@ def refuse_unlike_options(optimizers: Sequence[Optimizer], group: dist.ProcessGr
     options = options_of(optimizers)
     if not p2p.same(crc32(repr(options).encode()), group, "comparing the options of the optimizer"):
         raise ConfigurationError(
-            "The options of the optimizer are not the same in all pipelines, whose models would come apart under one "
-            f"gradient; on rank {dist.get_rank()} they are {options}. A hook has changed them by what a pipeline's own "
-            "batches gave: change them in on_validation_end or on_train_epoch_end by trainer.callback_metrics, which "
-            "are the same on all workers, or average models (sync='semi_decentralized') instead of gradients."
+            "The options of the optimizer are not the same in all pipelines, so equal gradients would make their "
+            f"models differ; on rank {dist.get_rank()} they are {options}. A hook has changed them by results of "
+            "a pipeline's own batches: change them in on_validation_end or on_train_epoch_end by "
+            "trainer.callback_metrics, which are the same on all workers, or average models "
+            "(sync='semi_decentralized') instead of gradients."
         )
 
 

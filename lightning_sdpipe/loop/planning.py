@@ -562,9 +562,9 @@ def _parts(planning: Planning, batch: Any, trains: bool) -> Sequence[Any]:
 
 def _not_rehearsed(planning: Planning, what: str, error: Exception) -> None:
     planning.notes.append(
-        f"The stages are planned without a rehearsal, since {what} ({type(error).__name__}: {error}). So only the "
-        "output of the last block before a cut crosses it, and values that would have to besides are refused when they "
-        "are met."
+        f"The stages are planned without a rehearsal, since {what} ({type(error).__name__}: {error}). Only the "
+        "output of the last block before a cut crosses it; another value that a later stage needs is refused when it "
+        "is used."
     )
 
 

@@ -84,7 +84,7 @@ def _send(predictions: Sequence[Any], groups: ProcessGroups) -> None:
     if opaque is not None:
         raise ConfigurationError(
             f"predict_step returned a {opaque}, and only tensors, numbers, strings and None in tuples, lists and dicts "
-            "are brought to rank 0. Return such, or call predict(return_predictions=False) and write them with a "
+            "are brought to rank 0. Return these, or call predict(return_predictions=False) and write them with a "
             "BasePredictionWriter."
         )
     described = pickle.dumps((message.layout.encode(), message.numbers))

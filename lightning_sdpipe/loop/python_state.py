@@ -140,9 +140,9 @@ class PythonState:
                 given = json.loads(self._receive(last))
                 for address in (address for address, what, _ in given if what == "elsewhere"):
                     raise ConfigurationError(
-                        f"{'.'.join(map(str, address[1:]))!r} is not the same on the stages of a pipeline, whose "
-                        f"processes have made it each for itself, and it is larger than the {LARGEST} bytes that are "
-                        "handed on. Seed the script, as by L.seed_everything(1), or make it a buffer."
+                        f"{'.'.join(map(str, address[1:]))!r} differs between the stages of a pipeline, because each "
+                        f"process has made its own, and it is larger than the {LARGEST} bytes that can be handed on. "
+                        "Seed the script, as by L.seed_everything(1), or make it a buffer."
                     )
                 self._apply(given, "the setup of the run")
                 return

@@ -284,7 +284,7 @@ class Membership(RunState):
         if not self.doubts(worker, incarnation):
             return []
         lives = (
-            f"pipeline {worker.pipeline} is trained by another job, which lives (its stage {worker.stage} was just "
+            f"pipeline {worker.pipeline} is trained by another job, which is alive (its stage {worker.stage} was just "
             "heard of); end that one, or give this one "
             + ("a scheduler of its own" if self.terms.fixed else "a number of its own in SDPIPE_PIPELINE")
         )

@@ -245,8 +245,8 @@ class Ending:
             advice = "no checkpoint was written; start it again, under a new scheduler"
         else:
             advice = (
-                f"the newest checkpoint is {self.newest.path}, after update {self.newest.update}; go on from it with "
-                "fit(ckpt_path=...), under a new scheduler. With --resume a run does so by itself"
+                f"the newest checkpoint is {self.newest.path}, after update {self.newest.update}; continue from it "
+                "with fit(ckpt_path=...), under a new scheduler. With --resume a run does this by itself"
             )
         return self.ends(f"all pipelines are lost ({epoch.reason}); {advice}")
 

@@ -105,7 +105,7 @@ def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
 def compiled_as_one(what: str) -> str:
     """Return the reason why a compiled module cannot be cut, and the line to write instead."""
     return (
-        f"{what} is compiled as one, and a pipeline has to stop and go on between its blocks. Compile each block "
+        f"{what} is compiled as one piece, and a pipeline has to stop and continue between blocks. Compile each block "
         "instead, and pass the module as it is, as in `for layer in model.layers: layer.compile()`; or use "
         "num_stages=1."
     )

@@ -236,8 +236,8 @@ class CutModel:
 
 
 _AGREE = (
-    "All stages must decide alike whether a block runs: draw it in the step, with the generators of torch, numpy or "
-    "random."
+    "All stages must decide in the same way whether a block runs: draw it in the step, with the generators of torch, "
+    "numpy or random."
 )
 _SAMPLE = (
     "A loop that runs the model many times, such as generate, works in hooks and in steps of evaluation, without "

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         draw_picture(placed, options.picture)
         print(f"{options.picture}: the mesh and its slowest links")
     elif options.picture is not None:
-        print(f"{options.picture}: not drawn, since its columns are stages, and unlike pipelines are no replicas there")
+        print(f"{options.picture}: not drawn, because its columns are stages, and these pipelines have different ones")
 
 
 def _parser() -> Parser:

@@ -265,7 +265,7 @@ def place_freely(network: Network, asked: PlacementTask) -> tuple[list[Placement
             if not any_depths.layout.alike or all(any_depths.rate > (1 + 1e-6) * placed.rate for placed in found):
                 found.append(any_depths)
     if not found:
-        raise ConfigurationError("\n".join(["Nothing that was tried is possible.", *refusals]))
+        raise ConfigurationError("\n".join(["No placement that was tried is possible.", *refusals]))
     return found, refusals
 
 

@@ -206,7 +206,7 @@ def _read(path: Path) -> SchedulerKeys | WorkerKeys:
         ) from error
     except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError):
         # without the cause, which could quote the secret
-        raise ConfigurationError(f"{path} is no key file; make one: sdpipe keygen") from None
+        raise ConfigurationError(f"{path} is not a key file; make one: sdpipe keygen") from None
     return keys
 
 

@@ -93,7 +93,7 @@ def stalling(seen: Recording) -> list[Finding]:
             "note" if small else severity(cost),
             tuple(late),
             _since(seen, late),
-            f"{text}, for {100 * of_own:.0f} % of own time ({cause})",
+            f"{text}: {100 * of_own:.0f} % of own time ({cause})",
             {"share": round(share, 3), "without_a_core": round(core, 3)},
             cost,
             FOR_CAUSE.get(cause) or _wait_less(seen),
@@ -106,9 +106,11 @@ def _wait_less(seen: Recording) -> tuple[Advice, ...]:
         if seen.policy.get("window") == "auto":
             return ()
         python = 'SDPipeStrategy(sync=SemiDecentralized(window="auto"))'
-        return (Advice("wait as long as is worth it for those that stall", python, "sync.window=auto", bound(seen)),)
+        return (Advice("wait for workers that stall only as long as it pays", python, "sync.window=auto", bound(seen)),)
     python = 'SDPipeStrategy(sync="semi_decentralized")'
-    return (Advice("let the others go on without those that stall", python, "sync=semi_decentralized", bound(seen)),)
+    return (
+        Advice("let the others continue without workers that stall", python, "sync=semi_decentralized", bound(seen)),
+    )
 
 
 class _Stalls:
@@ -243,7 +245,7 @@ def data_bound(seen: Recording) -> list[Finding]:
         return []
     cost = Charge(sum(loading[worker] for worker in late) / _total(seen.series.values()))
     share = statistics.median(shares[worker] for worker in late)
-    text = f"{len(late)} of {len(shares)} workers wait for batches, {100 * share:.0f} % of their time"
+    text = f"{len(late)} of {len(shares)} workers wait for batches for {100 * share:.0f} % of their time"
     (advice,) = FOR_CAUSE["data"]
     evidence = {"share": round(share, 3)}
     advice = replace(advice, gain=cost.gain)

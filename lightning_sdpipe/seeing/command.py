@@ -123,7 +123,7 @@ def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, Worke
         ConfigurationError: ``address`` is none, or none is given, and there is not exactly one scheduler.
     """
     if address is not None and "://" not in address:
-        raise ConfigurationError(f"{address} is no address of a scheduler, as in tcp://10.0.0.1:5555")
+        raise ConfigurationError(f"{address} is not the address of a scheduler, like tcp://10.0.0.1:5555")
     runs = [run for run in running(_answers) if address in (None, run.address)]
     if address is None and len(runs) != 1:
         listed = "".join(f"\n  {run}" for run in runs)

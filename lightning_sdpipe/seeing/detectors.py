@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_sdpipe.errors import counted
 from lightning_sdpipe.meter import OWN, PHASES
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
@@ -98,13 +99,13 @@ def blind(recording: Recording) -> list[Finding]:
     newest = {w: max(joined, series[w].ends[-1] if w in series else -math.inf) for w, joined in active.items()}
     silent = [w for w, at in newest.items() if now - at > patience or (recording.over and w not in series)]
     if active and len(silent) > (1 - _ENOUGH_SEEN) * len(active):
-        text = f"{len(silent)} of {len(active)} active workers have told of no update for {patience:.0f} s"
+        text = f"{len(silent)} of {len(active)} active workers have reported no update for {patience:.0f} s"
         if recording.over:
-            text = f"{len(silent)} of {len(active)} workers have told of no update"
+            text = f"{len(silent)} of {len(active)} workers have reported no update"
         found.append(Finding("blind", "blind", tuple(sorted(silent)), min(newest[w] for w in silent), text))
     dropped = [worker for worker, told in sorted(series.items()) if told.dropped > len(told)]
     if dropped:
-        text = f"more than half of the updates of {len(dropped)} workers are in no row"
+        text = f"more than half of the updates of {counted(len(dropped), 'worker')} are missing"
         found.append(Finding("blind", "blind", tuple(dropped), now, text))
     if recording.lost:
         found.append(Finding("blind", "blind", (), now, f"it is not known what happened in {recording.lost}"))
@@ -187,15 +188,15 @@ def _of_host(recording: Recording, host: str, slow: Sequence[_Slow]) -> Finding:
 def _for_slow_ones(recording: Recording, slow: Sequence[_Slow]) -> tuple[Advice, ...]:
     """Return advice for a run with devices of different speed."""
     if any(recording.about[each.worker].follows_speed for each in slow if each.worker in recording.about):
-        text = "it gets fewer batches already; if it was as fast as its peers, see whether it is hot, shared or broken"
+        text = "it already gets fewer batches; if it used to be as fast as its peers, is it hot, shared or broken?"
         if recording.num_stages > 1:
-            text += "; if not, sdpipe place finds which stage costs least there"
+            text += " If not, sdpipe place finds which stage costs least there"
         return (Advice(text),)
     policy = registry.BUILT_IN.get(recording.policy.get("type", ""))
     if policy is not None and policy.in_step:
         return (
             Advice(
-                "let the others go on without it",
+                "let the others continue without it",
                 'SDPipeStrategy(sync="semi_decentralized")',
                 "sync=semi_decentralized",
                 bound(recent(recording)),

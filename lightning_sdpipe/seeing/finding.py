@@ -86,7 +86,7 @@ class Finding:
 FOR_CAUSE = {
     "data": (Advice("load batches in more processes", "DataLoader(num_workers=4)", "data.num_workers=4"),),
     "without a core": (Advice("run fewer threads, programs or workers on the machine"),),
-    "gc": (Advice("collect no garbage in the midst of training: call gc.freeze() when it begins"),),
+    "gc": (Advice("keep garbage collection out of training: call gc.freeze() when it begins"),),
     "other": (Advice("look for a hook, callback or logger that takes long"),),
 }
 """Advice by the cause of long own times, where there is any: a phase, or that the thread had no core."""

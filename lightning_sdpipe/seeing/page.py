@@ -140,7 +140,7 @@ def _lines(finding: dict[str, Any]) -> list[str]:
 
 def _bars(workers: Sequence[dict[str, Any]]) -> list[str]:
     if not workers:
-        return ["no worker has told of an update yet"]
+        return ["no worker has reported an update yet"]
     rows = [["stage", "pipeline", "rank", "where", "updates", "ms", "own", f"the last {RECENT} updates"]]
     drawn = ""
     for each in workers:

@@ -812,8 +812,8 @@ class SDPipeStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if not checkpoint["optimizer_states"]:
             raise ConfigurationError(
-                "The checkpoint has the state of no optimizer, so training cannot go on from it. It may be of a "
-                "process that did not train, as the first one with start_method='fork': save in a callback such as "
+                "The checkpoint has no optimizer state, so training cannot continue from it. Perhaps a process that "
+                "did not train saved it, such as the first one with start_method='fork': save in a callback such as "
                 "ModelCheckpoint. Load its state_dict into the module to begin training with its weights."
             )
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -843,7 +843,7 @@ class SDPipeStrategy(DDPStrategy):
         except NotWrittenError as error:
             if self.options.on_checkpoint_error == "stop":
                 raise
-            log.error("training goes on, but %s.", error)
+            log.error("training continues, but %s.", error)
             self._lacks_checkpoint = True
         else:
             self._lacks_checkpoint = False

@@ -40,7 +40,7 @@ class Log:
         except OSError as error:
             self._missing += 1
             if self._missing == 1:
-                self._complain(f"{self.path} cannot be written now ({error.strerror}); the run goes on without it")
+                self._complain(f"{self.path} cannot be written now ({error.strerror}); the run continues without it")
 
     def close(self) -> None:
         self._file.close()

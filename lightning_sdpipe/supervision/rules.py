@@ -314,7 +314,7 @@ class Rules:
         self._leader = members.leader
         if members.lives:
             if members.resumed is not None and self._lives.isdisjoint(members.lives.values()):
-                self._say(f"no pipeline was left; training goes on from {members.resumed}")
+                self._say(f"no pipeline was left; training continues from {members.resumed}")
             self._lives = frozenset(members.lives.values())
         gone = dict(zip(members.gone, members.reasons, strict=True))
         for pipeline in self._pipelines:

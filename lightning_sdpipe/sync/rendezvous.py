@@ -83,9 +83,9 @@ def _begin_equal(replica: Replica, among: Replicas, buckets: Sequence[FlatBucket
     others = [pipelines[place] for place in by_pipeline.any(1).nonzero().flatten().tolist()]
     raise ConfigurationError(
         f"Parameters {shown} of stage {replica.stage} differ between pipeline {pipelines[0]} and pipelines {others} "
-        "where training begins, and this method goes on from a model that all pipelines have. Something has changed "
-        "them by the rank, its data or its own random numbers: change them in configure_model or __init__, or alike on "
-        "every rank (as with a torch.Generator of a fixed seed)."
+        "where training begins, and this method needs a model that all pipelines share. Something has "
+        "changed them by the rank, its data or its own random numbers: change them in configure_model or __init__, or "
+        "alike on every rank (as with a torch.Generator of a fixed seed)."
     )
 
 

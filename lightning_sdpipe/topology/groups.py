@@ -308,7 +308,7 @@ def compare_meshes(mesh: Mesh) -> None:
     said = _gathered(depths[:LONGEST_NAME], LONGEST_NAME, torch.device("cpu"), None)
     if len(by_depths := {each: [rank for rank, own in enumerate(said) if own == each] for each in said}) > 1:
         found = "; ".join(f"num_stages={each} on ranks {ranks}" for each, ranks in by_depths.items())
-        raise ConfigurationError(f"Processes of one run were given unlike arguments: {found}. Give all the same.")
+        raise ConfigurationError(f"Processes of one run were given different arguments: {found}. Give all the same.")
 
 
 def roll_call(local_rank: int, device: torch.device) -> list[str]:

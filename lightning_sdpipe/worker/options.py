@@ -289,9 +289,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     if _accepts(hint, value):
         return
     if inspect.isclass(value):
-        raise ConfigurationError(
-            f"{name}={value.__name__} is a class; give an object of it: {name}={value.__name__}()."
-        )
+        raise ConfigurationError(f"{name}={value.__name__} is a class; pass an object: {name}={value.__name__}().")
     choices = [choice for each in _alternatives(hint) for choice in _choices(each)]
     if isinstance(value, str) and choices:
         others = "".join(f", or {_described(each)}" for each in _alternatives(hint) if not _choices(each))
@@ -332,7 +330,7 @@ def _check_values(given: Mapping[str, Any]) -> None:
             "part. Use 'stop', or leave one of the two out."
         )
     if given["timeout"] <= timedelta(0):
-        raise ConfigurationError(f"timeout={given['timeout']} is not allowed; give more than nothing.")
+        raise ConfigurationError(f"timeout={given['timeout']} is not allowed; give a time above 0.")
 
 
 def _accepts(hint: Any, value: Any) -> bool:

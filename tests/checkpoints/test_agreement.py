@@ -119,7 +119,7 @@ def _with_a_disk_of_its_own(directory: Path) -> str:
 
 def test_a_run_is_refused_before_it_waits_for_a_rank_without_a_file(tmp_path: Path) -> None:
     for said in on_four_ranks(_with_a_disk_of_its_own, tmp_path, count=2):
-        assert "The ranks would go on from unlike checkpoints: ranks [0]: " in said
+        assert "The ranks would continue from different checkpoints: ranks [0]: " in said
         assert "last.ckpt (epoch 0, step 4, contents" in said
         assert "ranks [1]: none. Give all ranks" in said
 
@@ -127,5 +127,5 @@ def test_a_run_is_refused_before_it_waits_for_a_rank_without_a_file(tmp_path: Pa
 def test_parts_cannot_be_written_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (said,) = on_four_ranks(_fit, tmp_path, None, "memory://saved", count=1)
-    assert "on a file system that all ranks see, and memory://saved is none. Give ModelCheckpoint(dirpath" in said
+    assert "and memory://saved is not one. Pass such a directory as ModelCheckpoint(dirpath" in said
     assert not list(tmp_path.glob("memory*"))

@@ -290,10 +290,10 @@ class Uncopied(BatchSampler):
         (lambda: DataLoader(Noisy(), batch_sampler=Endless()), "the batch sampler Endless has no length"),
         (lambda: DataLoader(Noisy()), "no DistributedSampler was found in BatchSampler"),
         (lambda: DataLoader(Noisy(), batch_sampler=Hidden(DistributedSampler(Noisy(), N, 1))), "found in Hidden"),
-        (lambda: sharded(2), "its sampler is of replica 2 of 3, and this is pipeline 1 of 3"),
+        (lambda: sharded(2), "its sampler is that of replica 2 of 3, and this is pipeline 1 of 3"),
         (lambda: sharded(1, Noisy(8), drop_last=True), "a pipeline has no batch in an epoch"),
         (lambda: sharded(1, num_workers=1, in_order=False), "in an order that is not known"),
-        (lambda: Resuming(Noisy(), sampler=DistributedSampler(Noisy(), N, 1)), "keeps by itself where it is"),
+        (lambda: Resuming(Noisy(), sampler=DistributedSampler(Noisy(), N, 1)), "decides by itself"),
         (
             lambda: DataLoader(Noisy(), batch_sampler=Uncopied(DistributedSampler(Noisy(), N, 1), 2, False)),
             "cannot be copied for the other shards (TypeError: it holds a file)",
@@ -304,7 +304,7 @@ def test_what_cannot_be_dealt_says_why(loader: Callable[[], Any], reason: str) -
     why = why_sharded(loader(), 1, N)
     assert why is not None
     assert reason in why
-    with pytest.raises(ConfigurationError, match=r"data='dealt' was given, but .*Otherwise give data='sharded'"):
+    with pytest.raises(ConfigurationError, match=r"data='dealt' was given, but .*Or pass data='sharded'"):
         raise refuse_to_deal(why)
 
 

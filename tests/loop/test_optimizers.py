@@ -58,7 +58,7 @@ def test_they_take_rank_zeros_order() -> None:
 )
 def test_other_groups_are_refused(groups: list[list[str]], what: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match=f"other parameter groups on rank 1 than on rank 0: {what}"):
+    with pytest.raises(ConfigurationError, match=f"different parameter groups on rank 1 and on rank 0: {what}"):
         agree(optimizer_of(module, groups), module)
 
 

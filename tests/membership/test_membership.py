@@ -228,7 +228,7 @@ def test_the_newest_checkpoint_is_named_when_nobody_is_left() -> None:
     run.say(w.Published, 0, "/shared/last.ckpt", 40)
     *_, over = run.say(w.Departed, 0, False)
     assert isinstance(over, w.RunOver)
-    assert "the newest checkpoint is /shared/last.ckpt, after update 40; go on from it" in over.reason
+    assert "the newest checkpoint is /shared/last.ckpt, after update 40; continue from it" in over.reason
 
 
 def test_a_new_start_is_made_from_the_newest_checkpoint_when_that_was_asked_for() -> None:
@@ -311,7 +311,7 @@ def test_a_second_job_of_one_number_is_refused_when_the_first_is_heard_of() -> N
     assert run.core.doubts(Worker(0, 0), 100)
     (denied,) = run.say(w.Heard, 0)
     assert isinstance(denied, w.Denied)
-    assert (denied.incarnation, "another job, which lives" in denied.reason) == (999, True)
+    assert (denied.incarnation, "another job, which is alive" in denied.reason) == (999, True)
     assert not run.core.doubts(Worker(0, 0), 100)
 
 

@@ -69,7 +69,7 @@ def test_bad_key_files_are_refused(tmp_path: Path) -> None:
         read_worker_keys(worker)
     worker.write_text("{")
     worker.chmod(0o600)
-    with pytest.raises(ConfigurationError, match="no key file"):
+    with pytest.raises(ConfigurationError, match="not a key file"):
         read_worker_keys(worker)
 
 
@@ -94,7 +94,7 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
         assert page.splitlines()[:4] == [
             "slow?    too short to tell (0 of 96 updates)",
             "",
-            "no worker has told of an update yet",
+            "no worker has reported an update yet",
             "",
         ]
         assert page.splitlines()[4:7] == [
@@ -147,7 +147,7 @@ def test_a_key_that_is_none_is_refused_at_once(
     with serving(SemiDecentralized(), 1, 1) as server:
         assert main(["status", server.address, "--key-file", str(path)]) == 2
     said = capsys.readouterr().err
-    assert f"{path} is no key file" in said
+    assert f"{path} is not a key file" in said
     assert keys["secret"][:8] not in said
     with pytest.raises(ConfigurationError, match="a key has 40 characters of the alphabet z85"):
         msgspec.structs.replace(make_keys()[0], secret=wrong(keys["secret"]))

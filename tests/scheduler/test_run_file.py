@@ -90,7 +90,7 @@ def test_status_finds_the_only_scheduler_of_a_run_and_lists_several(
     assert main(["status", "logs/none.jsonl"]) == 2
     assert "there is no file logs/none.jsonl; give the log of a run" in capsys.readouterr().err
     assert main(["trace", "logs/none.jsonl"]) == 2
-    assert "logs/none.jsonl is no address of a scheduler, as in tcp" in capsys.readouterr().err
+    assert "logs/none.jsonl is not the address of a scheduler, like tcp" in capsys.readouterr().err
     with SchedulerProcess.embedded(AllReduceModels(), 1, 2) as first:
         assert main(["status", "--json"]) == 0, "the keys are in the file"
         assert json.loads(capsys.readouterr().out)["signals"] == 0

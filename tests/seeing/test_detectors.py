@@ -185,13 +185,13 @@ def test_what_is_seen_well_is_not_blind() -> None:
 @pytest.mark.parametrize(
     ("seen", "says"),
     [
-        (lambda: recording(alive(), now=30.0), "4 of 4 active workers have told of no update for 3 s"),
+        (lambda: recording(alive(), now=30.0), "4 of 4 active workers have reported no update for 3 s"),
         (lambda: recording({A: alive()[A]}, active=(A, B), now=6.0), "2 of 2 active"),
-        (lambda: recording({}, active=ALL, over=True), "4 of 4 workers have told of no update"),
+        (lambda: recording({}, active=ALL, over=True), "4 of 4 workers have reported no update"),
         (lambda: recording(alive(), lost="5 heartbeats"), "not known what happened in 5 heartbeats"),
         (
             lambda: recording({**alive(), A: [Chunk(A, 1, 2.4, alive()[A][0].rows, 99)]}),
-            "more than half of the updates of 1 workers are in no row",
+            "more than half of the updates of 1 worker are missing",
         ),
     ],
 )

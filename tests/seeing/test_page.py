@@ -57,7 +57,7 @@ def test_a_page_has_findings_bars_and_a_legend() -> None:
     ]
     assert shown(pair(128, 1.0)).startswith("healthy  no worker is slower than its replicas\n")
     assert shown(pair(44, 1.0)).startswith("slow?    too short to tell (44 of 96 updates)\n")
-    assert "no worker has told of an update yet" in shown(recording({}, active=()))
+    assert "no worker has reported an update yet" in shown(recording({}, active=()))
 
 
 def test_a_page_of_text_has_what_the_run_does_and_which_pipelines_are_lost() -> None:

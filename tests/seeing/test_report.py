@@ -38,7 +38,9 @@ def test_a_report_is_one_page_without_scripts_that_loads_nothing(
     assert page.sources == set()
     assert {"rect", "polyline"} <= page.seen, "phases, and the speed over time"
     assert "workers stall in turn" in page.text
-    assert '→ let the others go on without those that stall: SDPipeStrategy(sync="semi_decentralized")' in page.text
+    assert (
+        '→ let the others continue without workers that stall: SDPipeStrategy(sync="semi_decentralized")' in page.text
+    )
     assert "vm, cpu" in page.text
 
 

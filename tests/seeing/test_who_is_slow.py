@@ -63,7 +63,7 @@ def test_the_slow_worker_is_named_and_nobody_else(tmp_path: Path, monkeypatch: p
     ratio = r"1\.[3-7]\d × as slow as its peers \(injected\)"
     named = rf"stage 0 of pipeline 1 \(.*, cpu\) is {ratio}: others waited \d+\.\d % of the time"
     gain = r"\(up to 1\.\d\d × as fast\)"
-    advice = rf'→ let the others go on without it: SDPipeStrategy\(sync="semi_decentralized"\) {gain}'
+    advice = rf'→ let the others continue without it: SDPipeStrategy\(sync="semi_decentralized"\) {gain}'
     assert re.match(rf"sdpipe: \S+ samples/s; {named} {advice}", slow), slow
     assert re.match(r"sdpipe: \S+ samples/s; no worker was slower than its replicas", equal), equal
     check_metrics(tmp_path)

@@ -373,5 +373,5 @@ def test_that_training_goes_on_from_a_checkpoint_is_said_once_for_each_new_start
     for now, (life, resumed) in enumerate([(1, None), (2, "1.ckpt"), (2, "1.ckpt"), (3, "1.ckpt")]):
         decided = made.on(seen(at=float(now), lives={0: life}, resumed=resumed), float(now))
         said.append([line for line in lines(decided) if "no pipeline was left" in line])
-    line = "no pipeline was left; training goes on from 1.ckpt"
+    line = "no pipeline was left; training continues from 1.ckpt"
     assert said == [[], [line], [], [line]]

@@ -366,7 +366,7 @@ def test_a_log_on_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
     log.write(b"four")
     log.close()
     assert (tmp_path / "log").read_bytes() == b"one\ntw\n--- 2 lines could not be written ---\nfour\n"
-    assert said == [f"{tmp_path / 'log'} cannot be written now (File too large); the run goes on without it"]
+    assert said == [f"{tmp_path / 'log'} cannot be written now (File too large); the run continues without it"]
 
 
 def test_a_reserved_port_is_free_for_torchs_store_only() -> None:

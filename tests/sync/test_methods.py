@@ -176,7 +176,7 @@ def test_a_pipeline_with_less_data_does_not_hold_others_up(tmp_path: Path) -> No
         (lambda: LocalSGD(every=0), "every=0"),
         (lambda: PartialReduce(decay=1.0), "decay=1.0"),
         (lambda: SDPipeStrategy(2, sync="allreduce"), "sync='allreduce'"),
-        (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; give an object of it"),  # type: ignore[arg-type]
+        (lambda: SDPipeStrategy(2, sync=AllReduce), "sync=AllReduce is a class; pass an object"),  # type: ignore[arg-type]
         (lambda: SDPipeStrategy(2, sync="no_such.module:Policy"), "No module named 'no_such'"),
     ],
 )

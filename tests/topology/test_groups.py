@@ -50,7 +50,7 @@ def _compares(rank: int) -> str:
 @pytest.mark.distributed
 def test_ranks_that_were_given_unlike_stages_all_say_so() -> None:
     (said,) = set(run_workers(4, _compares))
-    assert "unlike arguments: num_stages=1 on ranks [0, 2]; num_stages=2 on ranks [1, 3]. Give all the same" in said
+    assert "different arguments: num_stages=1 on ranks [0, 2]; num_stages=2 on ranks [1, 3]. Give all the same" in said
 
 
 def _opens_run_after_run(rank: int) -> list[int]:

@@ -60,7 +60,7 @@ def processes_of(marker: str) -> dict[int, str]:
         ("no_chain", "No blocks were found in Model"),
         ("small_batch", "A batch of 8 samples cannot be split into num_micro_batches=9"),
         ("manual", "Model uses manual optimization"),
-        ("compiled", "Model is compiled as one.*for layer in model.layers: layer.compile()"),
+        ("compiled", "Model is compiled as one piece.*for layer in model.layers: layer.compile()"),
         ("compiled_chain", "net is compiled as one"),
     ],
 )

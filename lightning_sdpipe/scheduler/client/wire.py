@@ -110,7 +110,7 @@ class Connection:
         except zmq.ZMQError as error:
             self.close()
             raise SchedulerError(
-                f"{address!r} is no address of a scheduler ({error.strerror}); give one as in tcp://127.0.0.1:5555"
+                f"{address!r} is not the address of a scheduler ({error.strerror}); give one as in tcp://127.0.0.1:5555"
             ) from error
 
     def send(self, frame: bytes) -> bool:
@@ -137,7 +137,7 @@ class Connection:
                 f"{m.VERSION}; install the same lightning-sdpipe on both"
             ) from error
         except m.MalformedFrame as error:
-            raise SchedulerError(f"the program at {self.address} is no scheduler ({error})") from error
+            raise SchedulerError(f"the program at {self.address} is not a scheduler ({error})") from error
         self.heard_at = time.monotonic()
         self._close_monitor()  # which has no more to say
         return reply

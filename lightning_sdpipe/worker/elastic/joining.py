@@ -253,10 +253,10 @@ class Fit:
         """Make Lightning resume from the newest checkpoint of the run, since no pipeline was left."""
         if not Path(path).exists():
             raise ConfigurationError(
-                f"All pipelines were lost, and the run goes on from {path} (--resume), which is not there on this "
+                f"All pipelines were lost, and the run continues from {path} (--resume), which does not exist on this "
                 "machine. Write checkpoints to a file system that all machines share."
             )
-        log.warning("No pipeline was left of the run: it goes on from %s.", path)
+        log.warning("No pipeline of the run was left: it continues from %s.", path)
         lightning_internals.resume_from(self.trainer, lambda _: path)
 
     def begin_together(self, barriers: Barriers, data_seed: int, path: Any) -> int:

@@ -198,7 +198,7 @@ def test_a_job_that_differs_or_claims_a_number_that_is_taken_is_refused() -> Non
         fleet.start(0)
         with pytest.raises(SchedulerError, match="model: found other, expected linear"):
             fleet.client(1, 7).enrol(SAME | {"model": "other"})
-        with pytest.raises(SchedulerError, match="pipeline 0 is trained by another job, which lives"):
+        with pytest.raises(SchedulerError, match="pipeline 0 is trained by another job, which is alive"):
             fleet.client(0, 8).enrol(SAME)
         with pytest.raises(SchedulerError, match="pipelines of 1 stages"):
             fleet.client(1, 9, stage=1).enrol(SAME)

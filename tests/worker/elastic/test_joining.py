@@ -235,7 +235,7 @@ def test_what_pipelines_say_that_begin_together_is_compared() -> None:
         return {"checkpoint": [digest, f"/{digest}.ckpt (epoch {digest}, …)"], "samples": [9, *[sample] * 8]}
 
     assert compare({0: said(1, 5), 3: said(1, 5)}) is None
-    assert "sample 0 on pipeline 3 is another one than on pipeline 1. Each" in str(
+    assert "sample 0 on pipeline 3 differs from that on pipeline 1. Each" in str(
         compare({3: said(1, 6), 0: said(1, 0), 1: said(1, 5)})
     )
     unlike = r"pipelines \[0, 2\]: /1.ckpt \(epoch 1, …\); pipelines \[1\]: /7.ckpt \(epoch 7, …\). Give all pipelines"

@@ -340,7 +340,7 @@ def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
         run.check_replicas([3, 5])
         assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]
         said = (tmp_path / "output.txt").read_text()
-        assert "unlike training data: sample 0 on pipeline 5 is another one than on pipeline" in said
+        assert "different training data: sample 0 on pipeline 5 differs from that on pipeline" in said
 
 
 def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path) -> None:
