@@ -14,10 +14,8 @@ import pytest
 from lightning_sdpipe import policies
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import GroupPolicy, Policy, PolicyConfig, registry
-from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
-from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 
 HERE = "tests.policies.test_registry"
@@ -36,22 +34,6 @@ class Often(PolicyConfig, frozen=True):
 class Empty(PolicyConfig, frozen=True):
     def make_policy(self, num_stages: int, num_pipelines: int) -> Policy:
         return object()  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        ADPSGD(seed=5, asynchronous=True),
-        PHDPSGD(groups=[[0, 2], [1, 3]], gamma=0.5, staleness=None, times=[1, 2.5, 3, 4]),
-        PartialReduce(group_size=4, decay=0.25, missing="oldest", history=9),
-        SemiDecentralized(window=math.inf, connectivity=None),
-        SemiDecentralized(window=0.25, connectivity=3, min_group=3, max_group=4, connectivity_unit="groups"),
-        SemiDecentralized(window="paper", min_group=3),
-        Often(times=3, within=math.inf),
-    ],
-)
-def test_a_policy_survives_json(config: PolicyConfig) -> None:
-    assert registry.from_json(registry.to_json(config)) == config
 
 
 def test_every_policy_of_the_package_is_listed() -> None:

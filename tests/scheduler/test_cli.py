@@ -111,29 +111,10 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
         ]
         assert main(["status", server.address, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
-        assert told["policy"]["window"] == 60.0
-        assert told["signals"] == 3
-        assert told["workers"][0] == {
-            "stage": 0,
-            "pipeline": 0,
-            "state": "waiting",
-            "iteration": 5,
-            "staleness": 0,
-            "last_group": 0,
-            "silent": told["workers"][0]["silent"],
-            "step_seconds": None,
-            "waiting_seconds": None,
-        }
-        assert told["stages"][0] == {
-            "round": 1,
-            "since": -8,
-            "components": [[0, 1]],
-            "rounds_since_connected": 1,
-            "rho": pytest.approx(0.0),
-            "largest_learning_rate": pytest.approx(1.0),
-            "groups": [{"number": 0, "round": 0, "pipelines": [0, 1], "reason": "everybody came", "weights": None}],
-            "rounds_since_met": [[0, 1, 1]],
-        }
+        assert (told["policy"]["window"], told["signals"]) == (60.0, 3)
+        assert {"stage": 0, "pipeline": 0, "state": "waiting", "iteration": 5}.items() <= told["workers"][0].items()
+        groups = [{"number": 0, "round": 0, "pipelines": [0, 1], "reason": "everybody came", "weights": None}]
+        assert (told["stages"][0]["groups"], told["stages"][0]["rounds_since_met"]) == (groups, [[0, 1, 1]])
 
 
 @pytest.mark.parametrize("name", ["secret", "public", "scheduler_public"])

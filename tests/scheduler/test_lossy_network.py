@@ -40,10 +40,10 @@ FOR_EVER, SILENCE, RUN = 1e9, 8.0, 7
 
 
 class WorkerModel:
-    """One worker that trains, at once what it is dealt, and pauses now and then."""
+    """One worker that trains, at once what it is dealt, or with a lease in hand, and pauses now and then."""
 
     def __init__(self, worker: Worker, machine: LossyNetwork) -> None:
-        self.worker, self.segment = worker, machine.segment
+        self.worker, self.segment, self.prefetches = worker, machine.segment, machine.prefetches
         self.talk = c.Conversation(worker, RUN, clock=lambda: machine.now)
         self.leases: list[Lease] = []
         self.line, self.beats = m.routing_id(worker, RUN), e.peer_of(worker, RUN)
@@ -86,7 +86,7 @@ class WorkerModel:
                     self.answers[self.iteration] = answer
                 case c.Replied(m.AskLease, m.Dealt(lease=lease)):
                     self.leases.append(lease)
-                    self.talk.leases.trained(sum(lease.size for lease in self.leases))
+                    self.talk.leases.trained(sum(each.size for each in self.leases) - self.prefetches * lease.size)
                 case c.Replied(_, e.Noted() | e.Start()) | c.EpochBegan() | c.Connect() | c.Warned():
                     pass
                 case _:
@@ -110,9 +110,10 @@ class LossyNetwork(RuleBasedStateMachine):
             st.sampled_from([(1, 2), (1, 2, 2), (3, 1, 2)]),
         ),
         length=st.integers(1, 30),
+        prefetches=st.booleans(),
     )
-    def start(self, config: PolicyConfig, depths: tuple[int, ...], length: int) -> None:
-        self.now, self.segment = 0.0, Segment(1, 0, 3, 3 + length)
+    def start(self, config: PolicyConfig, depths: tuple[int, ...], length: int, prefetches: bool) -> None:
+        self.now, self.segment, self.prefetches = 0.0, Segment(1, 0, 3, 3 + length), prefetches
         self.config, self.mesh = config, (max(depths), len(depths))
         self.depths = depths if len({*depths}) > 1 else ()
         workers = [Worker(j, i) for j in range(max(depths)) for i, stages in enumerate(depths) if j < stages]

@@ -50,12 +50,6 @@ def test_a_slow_worker_is_named_alone_and_its_victims_are_not(factor: float, eve
     assert "(forward)" in finding.text
 
 
-def test_replicas_that_are_alike_are_not_named() -> None:
-    assert named(group(factor=1.0)) == []
-    assert named(group(factor=1.1)) == [], "too little to speak of"
-    assert abstains(group(factor=1.0)) is None
-
-
 def test_it_is_named_at_the_first_update_at_which_it_can_be() -> None:
     assert NEEDS == 96
     for updates, names in ((95, []), (96, [C])):

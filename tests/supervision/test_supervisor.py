@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,6 @@ def main(directory: str, pipelines: str, stages: str, restarts: str) -> int:
             for number in range(int(pipelines))
             if len(pids := [pid for rank in range(int(stages)) if (pid := runs(where, number, rank))]) == int(stages)
         }
-        if (where / "nobody-trains").exists():
-            return Seen(asked)
         told = {"lives": lives, "leader": min(lives, default=None), "update": 412, "ever": [*range(int(pipelines))]}
         return Seen(asked, msgspec.structs.replace(NO_MEMBERS, **told))
 
@@ -194,33 +191,6 @@ def test_a_killed_stage_comes_back_and_all_finish(tmp_path: Path) -> None:
         log = (tmp_path / "pipeline-1.log").read_text()
         assert "started (restart 1) ---\n" in log
         assert log.count("[stage 1] rank 0 of pipeline 1 runs\n") == 2
-
-
-def test_a_script_with_a_bug_ends_the_run_by_name(tmp_path: Path) -> None:
-    (tmp_path / "nobody-trains").touch()
-    with supervised(tmp_path, 2) as run:
-        first = run.all_run()
-        run.order("raise sample 17 is bad", 0)
-        assert (
-            run.says("pipeline 0 lost")
-            == "pipeline 0 lost (stage 0 ended with exit code 1: ValueError: sample 17 is bad); no pipeline trains yet"
-        )
-        run.order("raise sample 5 is bad", 1)
-        for number, pid in enumerate(first):
-            run.until(partial(lambda number, pid: run.pid(number) != pid, number, pid))
-            run.order("raise sample 5 is bad", number)
-        assert run.ends() == 1
-        assert run.lines()[-1] == "the run ends: no pipeline came to train in two starts each; their logs say why"
-        assert b"ValueError: sample 17" in run.out.getvalue(), "what it printed was the terminal's"
-
-
-def test_a_script_that_never_trains(tmp_path: Path) -> None:
-    (tmp_path / "nobody-trains").touch()
-    with supervised(tmp_path) as run:
-        run.all_run()
-        run.order("exit 0", 1)
-        assert run.ends() == 1
-        assert "the script of pipeline 1 ended without training" in run.lines()[-1]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

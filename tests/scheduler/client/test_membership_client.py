@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -163,23 +162,6 @@ def test_groups_name_a_process_group_that_all_members_hold() -> None:
         assert at_once(*[client.group for client in clients])[0].epoch == 1, "it was kept until they shared one"
 
 
-def test_meetings_carry_what_each_says_and_do_not_wait_for_the_dead() -> None:
-    with running(pipelines=3, terms=ElasticConfig(settle=0.0, start_pipelines=3)) as fleet:
-        clients = fleet.start(0, 1, 2)
-        for client in clients:
-            client.holds([1])
-        met = at_once(*[lambda c=c: c.meet("pause/1", b"%d" % c.worker.pipeline) for c in clients])  # type: ignore[misc]
-        assert met[0] == met[1] == met[2]
-        assert (met[0].pipelines, met[0].values, met[0].epoch) == ((0, 1, 2), (b"0", b"1", b"2"), 1)
-
-        def dies() -> None:
-            clients[2].close()
-
-        first, second, _ = at_once(lambda: clients[0].meet("pause/2"), lambda: clients[1].meet("pause/2"), dies)
-        assert first == second
-        assert first.pipelines == (0, 1)
-
-
 def test_a_wait_in_vain_names_who_is_missing() -> None:
     with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
         first, _ = fleet.start(0, 1)
@@ -225,21 +207,6 @@ def test_a_process_that_was_declared_lost_must_end() -> None:
             last.meet("pause")
         with pytest.raises(MustEndError, match="this process of pipeline 0 must end: stage 1 ended"):
             last.join()
-
-
-def test_the_run_is_over_when_all_have_finished_and_nobody_may_come_then() -> None:
-    over = threading.Event()
-    with running(terms=ElasticConfig(settle=0.0, start_pipelines=2)) as fleet:
-        first, second = fleet.start(0, 1)
-        first.depart(finished=True)
-        first.close()
-        time.sleep(0.05)
-        assert second.epoch.number == 1, "who has finished is not lost"
-        second.wire.told = Callbacks(ends=lambda _: over.set())
-        second.depart(finished=True)
-        assert over.wait()
-        with pytest.raises(SchedulerError, match="the run is over: all pipelines have finished"):
-            fleet.client(1, 900).enrol(SAME)
 
 
 def test_a_scheduler_that_is_started_again_hears_of_the_run_from_its_members() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
-from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
@@ -81,13 +79,7 @@ def test_a_worker_that_waits_for_a_lease_hears_of_those_that_others_have_still_t
     assert d.say(m.AskLease, A, segment, 2, Done(1, 1.0)) == [(line(A), e.Waits(d.number, f"it waits for {B}"))]
 
 
-def train(
-    client: SchedulerClient,
-    segments: list[Segment],
-    got: list[Lease],
-    pause: threading.Barrier,
-    halfway: threading.Event | None = None,
-) -> None:
+def train(client: SchedulerClient, segments: list[Segment], got: list[Lease], pause: threading.Barrier) -> None:
     """As a pipeline of one stage would, which takes no time for its batches; pipelines meet between segments."""
     for segment in segments:
         ordinal = trained = 0
@@ -96,8 +88,6 @@ def train(
             got.append(lease)
             ordinal, trained = ordinal + 1, trained + lease.size
             client.trained(trained)
-            if halfway is not None and 2 * trained >= segment.stop - segment.start:
-                halfway.set()
         pause.wait()
 
 
@@ -131,15 +121,6 @@ def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
     assert main(["replay", str(path)]) == 0
 
 
-def test_an_answer_that_comes_while_a_lease_is_awaited_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_sdpipe.scheduler.client.conversation.REPEAT_IN_TRAINING", 30.0)
-    with serving(NoSync(), 1, 1) as server, clients(server.address, A) as (a,):
-        a.join()
-        a.ready(0)
-        assert a.lease(S, 0).size == 1
-        assert a.group().members == (A,)
-
-
 @pytest.mark.parametrize("repeat_after", [30.0, 0.1])
 def test_a_lease_that_comes_between_two_looks_is_kept(monkeypatch: pytest.MonkeyPatch, repeat_after: float) -> None:
     """From a scheduler that is 80 ms away, with looks of 20 ms between rounds, it always comes in a round."""
@@ -160,39 +141,6 @@ def test_a_lease_that_comes_between_two_looks_is_kept(monkeypatch: pytest.Monkey
                 assert found.size == 1
         finally:
             lines.close()
-
-
-def test_a_scheduler_that_is_started_again_deals_each_batch_once() -> None:
-    """Killed twice in the middle of a segment; the workers tell what they were dealt."""
-    segments = [Segment(5, 0, 0, 600)]
-    got: list[list[Lease]] = [[], []]
-    halfway = threading.Event()
-    with ExitStack() as stack:
-        with serving(NoSync(), 1, 2) as server:
-            both = stack.enter_context(clients(server.address, A, B))
-            for client in both:
-                client.join()
-        pool = stack.enter_context(ThreadPoolExecutor(2))
-        pause = threading.Barrier(2)
-        futures = [pool.submit(train, both[i], segments, got[i], pause, halfway) for i in range(2)]
-        with serving(NoSync(), 1, 2, bind=server.address):
-            assert halfway.wait()
-        with serving(NoSync(), 1, 2, bind=server.address):
-            for future in futures:
-                future.result(30)
-    each_once(got[0] + got[1], segments, 2)
-
-
-def test_a_lease_in_vain_names_who_is_waited_for() -> None:
-    segment = Segment(5, 0, 0, 1)
-    with serving(NoSync(), 1, 2) as server, clients(server.address, A, B, timeout=1.5) as (a, b):
-        for client in (a, b):
-            client.join()
-            assert client.lease(segment, 0).size == 1
-        a.trained(1)
-        assert a.lease(segment, 1).size == 0
-        with pytest.raises(SchedulerError, match=r"waited 1.5 s for lease 2 of batches 0 to 1 of .*\(stage 0"):
-            a.lease(segment, 2)
 
 
 def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import zmq
 
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.client.wire import Callbacks, Lifeline, ask_status
 from lightning_sdpipe.scheduler.membership_protocol import End
 from lightning_sdpipe.scheduler.server.lifelines import Lifelines, Lines
@@ -133,58 +131,3 @@ def test_a_machine_that_cannot_be_reached_does_not_answer_and_may_come_back() ->
             namespaces.plug(1, on=plugged)
             until(lambda plugged=plugged: lines.answers(B, 7, 3.0) == plugged)
         line.close()
-
-
-def test_a_client_that_is_closed_is_no_failure() -> None:
-    with serving(NoSync(), 1, 2) as server, clients(server.address, A) as (a,):
-        a.join()
-        with clients(server.address, B) as (b,):
-            b.join()
-        assert a.first_failure(0.2) is None
-        assert server.service.failure is None
-
-
-TRAINS = (
-    "import sys, time\n"
-    "from lightning_sdpipe.policies import Worker\n"
-    "from tests.scheduler.live_scheduler import OrdinaryClient\n"
-    "client = OrdinaryClient(sys.argv[1], Worker(0, 1), 7)\n"
-    "client.join()\n"
-    "for iteration in range(100):\n"
-    "    client.ready(iteration)\n"
-    "    print(client.group().sequence, flush=True)\n"
-    "    time.sleep(0.01)\n"
-    "client.leave()\n"
-    "client.close()\n"
-)
-
-
-def test_a_worker_that_is_stopped_for_longer_than_the_limit_loses_no_iteration() -> None:
-    """The other one goes on meanwhile, and they meet again."""
-    with (
-        serving(SemiDecentralized(window=0.05, connectivity=None), 1, 2, worker_timeout=0.8) as server,
-        clients(server.address, A) as (a,),
-        subprocess.Popen([sys.executable, "-c", TRAINS, server.address], stdout=subprocess.PIPE) as b,
-    ):
-        assert b.stdout is not None
-        numbers = itertools.count()
-
-        def is_alone() -> bool:
-            a.ready(next(numbers))
-            return a.group().members == (A,)
-
-        try:
-            a.join()
-            sequences = [int(b.stdout.readline()) for _ in range(20)]
-            os.kill(b.pid, signal.SIGSTOP)
-            lost = server.service.members._presence._silence.lost
-            until(lambda: B in lost)
-            until(is_alone)  # what it said before may have waited until now
-            os.kill(b.pid, signal.SIGCONT)
-            sequences += map(int, b.stdout.read().split())
-            assert b.wait() == 0
-        finally:
-            b.kill()
-        assert sequences == sorted(set(sequences))
-        assert len(sequences) == 100
-        assert server.service.failure is None
