@@ -53,15 +53,6 @@ def brief(leases: list[Lease]) -> list[tuple[int, int, int, int]]:
     return [(lease.pipeline, lease.home, lease.start, lease.stop) for lease in leases]
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_lease_that_one_stage_has_heard_of_is_dealt_to_the_other(first: int) -> None:
-    """The scheduler died while it was on its way there; the one that comes after it hears of it from either."""
-    mine = Lease(S, 0, 0, 0, 0, 1, 0.0, 1.0)
-    desk = Desk(1, stages=2)
-    desk.resume(desk.book(0, mine, stage=first), desk.book(0, stage=1 - first))
-    assert desk.dealer.answer(0, S, 0) == mine
-
-
 def test_leases_grow_until_the_speed_is_known_and_then_are_two_seconds_or_half_of_what_is_left() -> None:
     desk = Desk(2, segment=Segment(1, 0, 0, 64))
     assert brief(desk.begin()) == [(0, 0, 0, 1), (1, 1, 0, 1)]
@@ -144,18 +135,6 @@ def test_a_pipeline_that_waits_is_called_when_another_stalls() -> None:
     assert brief(desk.dealer.on(Trained(Worker(0, 1), desk.segment, Done(1, 1.0, 9.0)), 11.0)) == [(0, 1, 2, 3)]
 
 
-def test_all_stages_of_a_pipeline_get_the_same_and_must_all_have_trained() -> None:
-    desk = Desk(1, stages=2, segment=Segment(1, 0, 0, 1))
-    (lease,) = desk.begin()
-    assert desk.dealer.on(Asked(Worker(1, 0), desk.segment, 0, Done(0)), 0.0) == []
-    assert desk.dealer.answer(0, desk.segment, 0) == lease
-    desk.ask(0, 1, now=1.0)
-    assert desk.ask(0, 1, now=1.0) == []
-    assert desk.dealer.on(Asked(Worker(1, 0), desk.segment, 1, Done(0)), 1.0) == []
-    (over,) = desk.dealer.on(Asked(Worker(1, 0), desk.segment, 2, Done(1)), 2.0)
-    assert over.over
-
-
 def test_what_breaks_the_rules_is_refused_and_changes_nothing() -> None:
     desk = Desk(2)
     desk.begin()
@@ -192,18 +171,6 @@ def test_what_a_pipeline_returns_is_trained_by_others() -> None:
     got = [lease for batches in range(1, 7) for lease in desk.ask(0, batches, 1.0, now=2.0 + batches)]
     trained = [(lease.home, number) for lease in got for number in range(lease.start, lease.stop)]
     assert sorted(trained) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)], "one stage had trained its second only"
-
-
-def test_a_restarted_scheduler_deals_what_nobody_has_heard_of() -> None:
-    old = Desk(2)
-    heard = [lease for lease in old.begin() if lease.pipeline == 1]
-    heard += old.ask(1)
-    new = Desk(2, stages=2)
-    books = [new.book(1, *heard[:1], batches=1), new.book(1, *heard, stage=1), new.book(0), new.book(0, stage=1)]
-    assert new.resume(*books) == []
-    new.ordinals[1] = 2
-    assert brief(new.ask(1)) == [(1, 1, 2, 4)]
-    assert brief(new.ask(0)) == [(0, 0, 0, 1)], "which the old one had dealt, and nobody got"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ def draw(rng: random.Random, kind: Any) -> Any:
         if arguments[-1] is ...:
             return tuple(draw(rng, arguments[0]) for _ in range(rng.choice((0, 1, 1, 2, 3))))
         return tuple(draw(rng, argument) for argument in arguments)
+    if origin is list:
+        return [draw(rng, arguments[0]) for _ in range(rng.randrange(3))]
     if origin is dict:
         return {draw(rng, arguments[0]): draw(rng, arguments[1]) for _ in range(rng.randrange(3))}
     if kind is Worker:
