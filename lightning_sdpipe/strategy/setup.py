@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, SpikeDetection, ThroughputMonitor
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -170,8 +170,12 @@ class Setup:
         progress: TrainingState = OptimizerProgress(lambda: self.strategy.optimizers, precision, buckets)
         if not self.module.automatic_optimization:
             progress = StateByHand(progress, self._begun_training)
-        watch = self.options.on_nonfinite == "stop" and not self._scales
+        watch = self._stops_at_nonfinite() and not self._scales
         return self.run.replica(self.parts, watch, self._scale_of_gradients, progress)
+
+    def _stops_at_nonfinite(self) -> bool:
+        """Return whether numbers that are not finite end the run. Lightning's callback decides that by itself."""
+        return self.options.on_nonfinite == "stop" and not any(isinstance(c, SpikeDetection) for c in self._callbacks)
 
     def _begun_training(self) -> Training:
         assert self.training is not None
@@ -198,7 +202,7 @@ class Setup:
         if self._fits and not self.module.automatic_optimization:
             self._refuse_by_hand(sync)
         watch = None
-        if self.options.on_nonfinite == "stop":
+        if self._stops_at_nonfinite():
             stage, pipeline = self.groups.mesh.locate(self.groups.rank)
             where, buckets = f"stage {stage} of pipeline {pipeline}", self.parts.freezing.buckets
             watch = NonfiniteWatch(where, buckets, self.strategy.root_device, losses=not self._scales)

@@ -154,7 +154,8 @@ class SDPipeStrategy(DDPStrategy):
             ``"popen"``, the user's process only. Default: ``None``, which gathers a module that was whole before.
         on_nonfinite: ``"stop"`` ends the run when the loss, gradients or parameters of a pipeline are not finite,
             before its model reaches the others; in 16-bit mixed precision, where losses and gradients may overflow,
-            only when parameters are not. ``"continue"`` does not look. Default: ``"stop"``.
+            only when parameters are not. ``"continue"`` does not look, nor does a run with ``SpikeDetection``, which
+            decides that itself. Default: ``"stop"``.
         on_checkpoint_error: ``"stop"`` ends the run when a checkpoint cannot be written (a full disk); ``"continue"``
             reports it, keeps the last whole checkpoint, and is refused with ``save_distributed_checkpoint``. Default:
             ``None``, which is ``"continue"`` in elastic runs and ``"stop"`` in others.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch.callbacks import SpikeDetection
 from torch import Tensor
 
 from lightning_sdpipe import ADPSGD, AllReduce, LocalSGD, SDPipeStrategy, SemiDecentralized
@@ -74,3 +77,16 @@ def test_the_pipeline_is_named(tmp_path: Path, kind: str, sync: Any, schedule: s
 def test_a_run_may_go_on(tmp_path: Path) -> None:
     ranks = on_four_ranks(_train, tmp_path, "loss", AllReduce(), "1f1b", "continue")
     assert ranks == [("", False)] * 4
+
+
+def _spike(directory: Path) -> str:
+    callback = SpikeDetection(exclude_batches_path=directory, rtol=100.0)
+    strategy = SDPipeStrategy(2, data="sharded")
+    with pytest.raises(TrainingSpikeException) as found:
+        pipelines(directory, strategy, max_epochs=1, callbacks=[callback]).fit(Breaking("loss"), train_loader())
+    return str(found.value)
+
+
+def test_lightnings_callback_decides_by_itself(tmp_path: Path) -> None:
+    assert set(on_four_ranks(_spike, tmp_path)) == {"Training spike detected in batch 2"}
+    assert json.loads((tmp_path / "skip_batches.json").read_text()) == [1, 2]
