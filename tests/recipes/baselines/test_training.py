@@ -40,7 +40,7 @@ def test_a_method_from_outside_learns_and_ends_each_epoch_with_equal_replicas(
 ) -> None:
     x, y = samples(48).tensors
     before = nn.functional.mse_loss(Regression().net(x), y).item()
-    model, metrics = train(tmp_path, sync, Gentle())
+    model, metrics = train(tmp_path, sync, Gentle(), stages=1)
     assert nn.functional.mse_loss(model.net(x), y).item() < 0.9 * before
     assert metrics["groups"] == 12
     assert 1.01 < metrics["mean_group_size"] <= largest  # alone when the other has ended its epoch
@@ -48,8 +48,8 @@ def test_a_method_from_outside_learns_and_ends_each_epoch_with_equal_replicas(
 
 @pytest.mark.distributed
 def test_het_pipe_with_no_staleness_and_means_is_model_averaging(tmp_path: Path) -> None:
-    server, _ = train(tmp_path / "server", HetPipe(staleness=0, sync_every=1, combine="mean"))
-    averaged, _ = train(tmp_path / "averaged", SemiDecentralized(window=math.inf))
+    server, _ = train(tmp_path / "server", HetPipe(staleness=0, sync_every=1, combine="mean"), stages=1)
+    averaged, _ = train(tmp_path / "averaged", SemiDecentralized(window=math.inf), stages=1)
     assert_close(server, averaged)
 
 
