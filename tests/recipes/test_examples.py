@@ -32,7 +32,8 @@ needs_jupyter = pytest.mark.skipif(
 
 
 @pytest.mark.distributed
-def test_two_stages_and_two_pipelines(tmp_path: Path) -> None:
+def test_two_stages_and_two_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "4")
     with script(tmp_path, _run, tmp_path, ["minimal.py"], ["huggingface.py"]) as running:
         assert running.wait() == 0, running.printed()
         assert running.left() == []
@@ -102,7 +103,7 @@ def test_the_hydra_application_is_the_one_of_the_page() -> None:
 @pytest.mark.distributed
 def test_an_elastic_run(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_sdpipe.cli", "run", "--pipelines", "1", str(EXAMPLES / "elastic.py"), "3"],
+        [sys.executable, "-m", "lightning_sdpipe.cli", "run", "--pipelines", "1", str(EXAMPLES / "elastic.py"), "1"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
