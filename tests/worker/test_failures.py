@@ -257,14 +257,14 @@ def test_sigterm_to_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     ids=["SIGINT to all", "SIGTERM to the first", "SIGINT to the first", "SIGTERM to all"],
 )
 def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number: signal.Signals, tell: Any) -> None:
-    with script(tmp_path, endings.main, "fork", "none") as run:
-        training_ranks(run)
+    with script(tmp_path, endings.main, "fork", "none", 2) as run:
+        training_ranks(run, 2)
         tell(run.pid, number)
         assert run.wait() == (1 if number == signal.SIGINT else -signal.SIGTERM)
         assert run.left() == []
 
 
-def in_the_background(*arguments: str) -> None:
+def in_the_background(*arguments: Any) -> None:
     """As a shell starts it with ``&``, and nohup."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     endings.main(*arguments)
@@ -273,8 +273,8 @@ def in_the_background(*arguments: str) -> None:
 @supported("Failures", "`SIGKILL` of the first process", "ends all ranks, in the background of a shell too")
 @pytest.mark.distributed
 def test_the_death_of_the_process_that_forked_ends_all(tmp_path: Path) -> None:
-    with script(tmp_path, in_the_background, "fork", "none") as run:
-        training_ranks(run)
+    with script(tmp_path, in_the_background, "fork", "none", 2) as run:
+        training_ranks(run, 2)
         os.kill(run.pid, signal.SIGKILL)
         assert run.wait() == -signal.SIGKILL
         assert run.left() == []
@@ -294,13 +294,13 @@ def test_sigterm_to_the_users_process_ends_those_that_run_its_script_too(
     assert processes_of(marker) == {}
 
 
-def training_ranks(run: Script) -> dict[int, int]:
-    """The process of each rank, once all four are training."""
+def training_ranks(run: Script, count: int = 4) -> dict[int, int]:
+    """The process of each rank, once all are training."""
 
     def found() -> dict[str, str]:
         return dict(re.findall(r"rank (\d) is process (\d+)\n", run.printed()))
 
-    until(lambda: len(found()) == 4 or not run.process.is_alive(), run.printed)
+    until(lambda: len(found()) == count or not run.process.is_alive(), run.printed)
     return {int(rank): int(process) for rank, process in found().items()}
 
 
