@@ -37,7 +37,7 @@ PUBLIC = {
     "lightning_sdpipe.policies": (
         *("Decision", "Event", "Group", "GroupPolicy", "Participants", "Policy", "PolicyConfig", "Reason"),
         *("RefusedEvent", "Worker", "check_integer", "refusal"),
-        *("Answered", "Joined", "Left", "Lost", "Progress", "Ready", "Restarted", "Tick"),
+        *("Joined", "Left", "Lost", "Progress", "Ready", "Restarted", "Tick"),
     ),
     "lightning_sdpipe.policies.policy": ("PolicyConfig",),
     "lightning_sdpipe.policies.semi_decentralized": ("SemiDecentralized",),

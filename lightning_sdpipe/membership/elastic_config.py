@@ -44,9 +44,9 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise refusal("depths", list(self.depths), allowed)
 
     @classmethod
-    def of_fixed(cls, num_pipelines: int, recovery_grace: float = 10.0, depths: tuple[int, ...] = ()) -> ElasticConfig:
+    def of_fixed(cls, num_pipelines: int, depths: tuple[int, ...] = ()) -> ElasticConfig:
         """Return the terms of a run whose pipelines are known."""
-        return cls(num_pipelines, recovery_grace=recovery_grace, settle=0.0, fixed=True, depths=depths)
+        return cls(num_pipelines, settle=0.0, fixed=True, depths=depths)
 
     @property
     def to_start(self) -> int:

@@ -126,7 +126,8 @@ class Stuck:
     Two members that cannot reach each other would wait for each other, and the others of their group for them. An
     exchange is stuck when all of its members that are there have begun it, some have not left it, and none of these has
     moved a byte for a limit. Until the last one has begun, the others only wait for a slow one. One that a member has
-    given up, or will never begin, is stuck at once.
+    given up, or will never begin, is stuck at once. That is so where an earlier scheduler died between its answers to
+    the members: one that did not hear of the group gets another one for the same ready.
     """
 
     def __init__(self, limit: float) -> None:
@@ -138,6 +139,16 @@ class Stuck:
         self._left: dict[Worker, tuple[int, int]] = {}
         self.given_up: dict[int, None] = {}
         """Exchanges of groups that a member has given up."""
+        self._heard: dict[Worker, int] = {}
+        """Highest number of a group that each worker had heard of when it came back to a restarted scheduler."""
+        self._earlier = -1
+        """Highest of these numbers; groups of this scheduler have higher ones."""
+
+    def comes_back(self, worker: Worker, heard: int, now: float) -> None:
+        """Note that ``worker`` is back, and has heard of groups up to the number ``heard`` of an earlier scheduler."""
+        self._heard[worker], self._earlier = heard, max(self._earlier, heard)
+        if self._in:
+            self.due = min(self.due, now)
 
     def gives_up(self, sequence: int, now: float) -> None:
         """Note that a member has given up that exchange of a group."""
@@ -154,12 +165,14 @@ class Stuck:
             self._in.pop(worker, None)
         elif worker not in self._in or self._in[worker][0] != exchange:
             self._in[worker] = exchange, now
-            self.due = min(self.due, now if exchange.sequence in self.given_up else now + self._limit)
+            soon = exchange.sequence in self.given_up or exchange.sequence <= self._earlier
+            self.due = min(self.due, now if soon else now + self._limit)
 
     def forget(self, worker: Worker) -> None:
         """Forget ``worker``, which is gone."""
         self._in.pop(worker, None)
         self._left.pop(worker, None)
+        self._heard.pop(worker, None)
 
     def look(self, now: float, here: Collection[Worker]) -> list[tuple[int, list[Worker]]]:
         """Return the numbers of stuck exchanges, and the workers in each; they are returned again when that does not
@@ -177,8 +190,9 @@ class Stuck:
             members = {Worker(stage, i) for worker in inside for i in self._in[worker][0].pipelines}
             others = [other for other in members.intersection(here) if other not in inside]
             begun = all(self._has_left(other, sequence) for other in others)
+            unheard = any(self._heard.get(other, sequence) < sequence <= self._earlier for other in others)
             since = max(self._in[worker][1] for worker in inside)
-            if sequence in self.given_up or (begun and now - since >= self._limit):
+            if sequence in self.given_up or unheard or (begun and now - since >= self._limit):
                 stuck.append((sequence, sorted(inside)))
                 for worker in inside:
                     self._in[worker] = self._in[worker][0], now

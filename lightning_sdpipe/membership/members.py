@@ -71,16 +71,12 @@ class Enrolled(_FromWorker, frozen=True, tag="enrolled"):
 
 
 class Resumed(_FromWorker, frozen=True, tag="resumed"):
-    """The process is a member, for all it knows; the newest epoch that it heard of is ``epoch``.
-
-    ``met`` are barriers that it heard of and that another member may not have; ``since`` is the number of the first
-    epoch that it heard of as a member (0: it does not say).
-    """
+    """The process is a member, for all it knows; the newest epoch that it heard of is ``epoch``. ``met`` are barriers
+    that it heard of and that another member may not have."""
 
     fingerprint: dict[str, str]
     epoch: Epoch
     met: tuple[Met, ...] = ()
-    since: int = 0
 
 
 class Snapshot(_FromWorker, frozen=True, tag="snapshot"):

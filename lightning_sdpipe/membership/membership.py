@@ -27,8 +27,8 @@ fails, or departs. ``pipelines.py`` has the tables of its states, and of those o
    newest epoch that any heard of. A start outside that epoch has been replaced, and must end. No pipeline starts anew
    in its first ``settle`` seconds.
 10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended, or is silent on a
-    machine that cannot be reached, ends the run, by name. When all have finished, the next run may begin. The first
-    process of a run determines its kind.
+    machine that cannot be reached, ends the run, by name; so does the scheduler's end. When all have finished, the next
+    run may begin. The first process of a run determines its kind.
 
 Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
 it was gone; the leader is the oldest member; none starts fresh while there is a member; a barrier is decided once.
@@ -72,12 +72,6 @@ class Membership(RunState):
         if self._returning is not None:
             if isinstance(event, w.Enrolled) and (refused := self._refusal(event)):
                 return [w.Denied(event.worker, event.incarnation, refused)]
-            if self.terms.fixed and isinstance(event, w.Ended | w.Departed):
-                finished, here = self._returning.finished, self.is_here(event.worker, event.incarnation)
-                if here and isinstance(event, w.Departed) and event.finished:
-                    finished[event.worker] = event
-                here &= event.worker not in finished
-                return self.ending.ends(_ended(event), event.worker) if here else []
             heard = self._returning.hear_other(event, self.roster)
             return heard + (self._end_recovery(self._returning, now) if self._returning.complete() else [])
         if isinstance(event, w.Enrolled):
@@ -316,7 +310,7 @@ class Membership(RunState):
             if self.epoch.number > 0:
                 return self._resumed_late(worker, member, now)
             until = now + self.terms.recovery_grace
-            self._returning = MemberRecovery(event, until, self.roster.depth, self.terms.fixed)
+            self._returning = MemberRecovery(event, until, self._num_stages)
             self._entry.binds(event, anew=True)
             self._returning.delays(self.roster, event.fingerprint)
         for met in event.met:
@@ -337,15 +331,10 @@ class Membership(RunState):
         decisions = returning.end(self.roster, now)
         back = tuple(member for member in returning.epoch.members if member.pipeline in self.roster.here)
         lost = tuple(member.pipeline for member in returning.epoch.members if member not in back)
-        if lost and self.terms.fixed:
-            absent = next(filter(None, map(returning.missing, returning.epoch.members)))
-            reason = "it did not come back to the scheduler that was started again"
-            return decisions + self.ending.ends(reason, Worker(absent[0], lost[0]))
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
         decisions += self._new_epoch("the scheduler was started again", lost=lost)
-        later: list[MemberEvent] = [*returning.early.values(), *returning.finished.values()]
-        for event in later:
+        for event in returning.early.values():
             decisions += self._on(event, now)
         return decisions + self._admit(now) + self._meet()
 

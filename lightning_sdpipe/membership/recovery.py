@@ -6,7 +6,7 @@ lost; like a machine that was asleep, it may have heard of nothing since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from lightning_sdpipe.membership import members as w
 from lightning_sdpipe.membership.members import Enrolled, Member, MemberEvent, Resumed
@@ -15,23 +15,19 @@ from lightning_sdpipe.policies.events import Worker
 
 
 class MemberRecovery:
-    """Recovery from the first process that resumes, by the event ``first``, until all are back or ``until`` has come.
-    ``depth`` returns the number of stages of a pipeline. Other requests are repeated until they are answered, so only
-    enrolments are kept."""
+    """Recovery of an elastic run from the first process that resumes, by the event ``first``, until all are back or
+    ``until`` has come. Each pipeline has ``num_stages`` stages. Other requests are repeated until they are answered, so
+    only enrolments are kept."""
 
-    def __init__(self, first: Resumed, until: float, depth: Callable[[int], int], fixed: bool) -> None:
+    def __init__(self, first: Resumed, until: float, num_stages: int) -> None:
         self.until = until
         self.epoch = first.epoch
         self.early: dict[Worker, Enrolled] = {}
         """Enrolments that came meanwhile, to be decided afterwards."""
-        self.finished: dict[Worker, w.Departed] = {}
-        """Processes of a fixed roster that came back and finished meanwhile, likewise."""
-        self._depth, self._fixed = depth, fixed
+        self._stages = range(num_stages)
         self._back: dict[Member, set[int]] = {}
         self._received: dict[Member, set[int]] = {}
         """Stages of newcomers that have the state of a member."""
-        self.since: dict[Member, int] = {}
-        """First epoch that each start heard of as a member."""
 
     def hear(self, event: Resumed) -> None:
         """Note a process that resumes."""
@@ -39,7 +35,6 @@ class MemberRecovery:
             self.epoch = event.epoch
         member = Member(event.worker.pipeline, event.incarnation)
         self._back.setdefault(member, set()).add(event.worker.stage)
-        self.since[member] = min(event.since, self.since.get(member, event.since))
 
     def is_there(self, member: Member, stage: int) -> bool:
         """Return whether that process has resumed, or come anew."""
@@ -60,10 +55,10 @@ class MemberRecovery:
             case w.Received(worker, incarnation, missed=""):
                 self._received.setdefault(Member(worker.pipeline, incarnation), set()).add(worker.stage)
             case w.Ended(worker, incarnation) | w.Departed(worker, incarnation):
-                member, stages = Member(worker.pipeline, incarnation), range(self._depth(worker.pipeline))
-                if any(self.is_there(member, stage) for stage in stages):
+                member = Member(worker.pipeline, incarnation)
+                if any(self.is_there(member, stage) for stage in self._stages):
                     self._back.pop(member, None)
-                    for stage in stages:
+                    for stage in self._stages:
                         self.early.pop(Worker(stage, member.pipeline), None)
                     return [_ends(member, f"stage {worker.stage} ended while the scheduler was started again", roster)]
         return []
@@ -76,16 +71,15 @@ class MemberRecovery:
                 reason = f"its stages {absent} did not come back to the scheduler that was started again"
                 decisions.append(_ends(member, reason, roster, was_member=True))
             else:
-                roster.returns(member, now, self.since.get(member, self.epoch.number))
+                roster.returns(member, now, self.epoch.number)
         replaced = [member for member in self._back if member not in self.epoch.members]
         return decisions + [_ends(member, "the others went on without it", roster) for member in replaced]
 
     def missing(self, member: Member) -> list[int]:
-        """Return the member's stages that have not resumed. In a fixed roster, enrolling anew counts as well. In others
-        a state that has come does, since that process is a member and has not heard so."""
+        """Return the member's stages that have not resumed. A state that has come counts as well, since that process is
+        a member and has not heard so."""
         came = self._received.get(member, set()) | self._back.get(member, set())
-        stages = set(range(self._depth(member.pipeline))) - came
-        return sorted(stage for stage in stages if not (self._fixed and self.is_there(member, stage)))
+        return [stage for stage in self._stages if stage not in came]
 
     def complete(self) -> bool:
         """Return whether all members of the newest epoch are back."""

@@ -40,7 +40,7 @@ class RunState:
         self.ending = Ending(terms)
         self.ever: set[int] = set()
         """Pipelines that were members at any time."""
-        self.donations = StateTransfers(self.roster.depth)
+        self.donations = StateTransfers(num_stages)
         self.barriers = DecidedBarriers(num_stages)
         self._num_stages, self._num_pipelines = num_stages, num_pipelines
         self._settled = now + terms.settle
@@ -151,7 +151,7 @@ class RunState:
         if not (self.roster.here or self.ending.over or self.epoch.number or self.recovering):
             terms = self.offered
             if fixed and not terms.fixed:
-                terms = ElasticConfig.of_fixed(self._num_pipelines, terms.recovery_grace)
+                terms = ElasticConfig.of_fixed(self._num_pipelines)
                 self._settled = now
             self.terms = self.ending.terms = terms
             self._entry = EntryRules(self._num_stages, terms)

@@ -9,7 +9,7 @@ That must be U.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_sdpipe.membership.members import Abandoned, Donate, MemberDecision, Receive
@@ -35,11 +35,10 @@ class StateTransfer:
 
 
 class StateTransfers:
-    """The transfers under way, by newcomer. ``depth`` returns the number of stages of a pipeline: a donor may have
-    others than a newcomer."""
+    """The transfers under way, by newcomer. Each pipeline has ``num_stages`` stages."""
 
-    def __init__(self, depth: Callable[[int], int]) -> None:
-        self._depth = depth
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
         self._under_way: dict[int, StateTransfer] = {}
         self._failed: dict[int, set[int]] = {}
         """Donors that have failed each newcomer."""
@@ -61,7 +60,7 @@ class StateTransfers:
         """Return whether the donor's worker of ``stage`` has its copy for the newcomer ``pipeline``; if the donor has
         no such stage, whether all of its workers have."""
         donation = self._under_way.get(pipeline)
-        if donation is None or stage < self._depth(donation.donor):
+        if donation is None or stage < self._num_stages:
             return donation is not None and stage in donation.updates
         return self._is_copied(donation)
 
@@ -71,7 +70,7 @@ class StateTransfers:
         return donation if donation is not None and self._is_copied(donation) else None
 
     def _is_copied(self, donation: StateTransfer) -> bool:
-        return len(donation.updates) == self._depth(donation.donor)
+        return len(donation.updates) == self._num_stages
 
     def choose(self, pipeline: int, members: Mapping[int, int]) -> list[MemberDecision]:
         """Find a donor for ``pipeline`` among ``members`` (oldest first, with their incarnations): if there is a
@@ -121,7 +120,7 @@ class StateTransfers:
         if donation is None or donation.transfer != transfer:
             return False
         donation.received.add(stage)
-        return len(donation.received) == self._depth(pipeline)
+        return len(donation.received) == self._num_stages
 
     def give_up(self, pipeline: int, transfer: str, void: str = "") -> list[MemberDecision]:
         """Give up the transfer to ``pipeline``, which needs another donor; do nothing if another transfer is under

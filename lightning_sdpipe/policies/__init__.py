@@ -7,7 +7,6 @@ Nothing here imports another part of the package (errors excepted), a clock, a s
 from lightning_sdpipe.policies.decisions import Decision as Decision
 from lightning_sdpipe.policies.decisions import Group as Group
 from lightning_sdpipe.policies.decisions import Reason as Reason
-from lightning_sdpipe.policies.events import Answered as Answered
 from lightning_sdpipe.policies.events import Event as Event
 from lightning_sdpipe.policies.events import Joined as Joined
 from lightning_sdpipe.policies.events import Left as Left

@@ -88,16 +88,10 @@ class Vanished(msgspec.Struct, frozen=True, gc=False, tag="vanished"):
 
 
 class Restarted(msgspec.Struct, frozen=True, gc=False, tag="restarted"):
-    """Start of the scheduler in the middle of a run, in which all groups below ``next_sequence`` have gone out."""
+    """Start of the scheduler in the middle of an elastic run, in which all groups below ``next_sequence`` have gone
+    out, or were decided and are void."""
 
     next_sequence: int
-
-
-class Answered(msgspec.Struct, frozen=True, gc=False, tag="answered"):
-    """Answer to ``worker``'s ``iteration`` that an earlier scheduler had decided."""
-
-    worker: Worker
-    iteration: int
 
 
 class Widened(msgspec.Struct, frozen=True, gc=False, tag="widened"):
@@ -110,4 +104,4 @@ class Tick(msgspec.Struct, frozen=True, gc=False, tag="tick"):
     """Passage of time; due when the policy's deadline says so, harmless at any other time."""
 
 
-Event: TypeAlias = Ready | Contains | Progress | Joined | Left | Lost | Vanished | Restarted | Answered | Widened | Tick
+Event: TypeAlias = Ready | Contains | Progress | Joined | Left | Lost | Vanished | Restarted | Widened | Tick

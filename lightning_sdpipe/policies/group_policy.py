@@ -57,9 +57,6 @@ class GroupPolicy:
             case events.Restarted(next_sequence):
                 participants.next_sequence = max(participants.next_sequence, next_sequence)
                 return self.scheduler_restarted(now)
-            case events.Answered(worker, iteration):
-                participants.is_answered(worker, iteration)
-                return self.worker_answered(worker, now)
             case events.Widened(num_pipelines):
                 if num_pipelines > participants.num_pipelines:
                     self.widened(num_pipelines)
@@ -105,10 +102,6 @@ class GroupPolicy:
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         """Handle a restart of the scheduler; the knowledge of the one that decided before is lost."""
-        return []
-
-    def worker_answered(self, worker: events.Worker, now: float) -> list[Decision]:
-        """Handle ``worker``, which does not wait: it was answered as another scheduler had decided."""
         return []
 
     def widened(self, num_pipelines: int) -> None:

@@ -77,12 +77,6 @@ class Participants:
         self.check_waits(worker, iteration)
         self.waiting[worker.stage][worker.pipeline] = iteration
 
-    def is_answered(self, worker: Worker, iteration: int) -> None:
-        """Note that ``worker`` was ready with ``iteration``, and got an answer that another scheduler had decided."""
-        self.check_takes_part(worker, f"was answered for iteration {iteration}")
-        before = self._answered[worker.stage].get(worker.pipeline, iteration)
-        self._answered[worker.stage][worker.pipeline] = max(before, iteration)
-
     def answer(self, worker: Worker) -> None:
         """Note that ``worker`` waits no longer: a group has answered its report."""
         self._answered[worker.stage][worker.pipeline] = self.waiting[worker.stage].pop(worker.pipeline)

@@ -44,16 +44,14 @@ class PerPipeline:
                 decisions = self._policy.on(_of_pipeline(event), now) if complete else []
                 workers.waits(worker, iteration)
                 return self._answered(decisions)
-            case events.Joined(worker, answered):
+            case events.Joined(worker):
                 self._check_exists(worker)
                 workers.check_joins(worker)
                 decisions = []
                 if self._active(worker.pipeline) == self._depths[worker.pipeline] - 1:
-                    before = [workers.last_answered(stage, worker.pipeline) for stage in self._others(worker)]
-                    newest = max((each for each in (answered, *before) if each is not None), default=None)
-                    decisions = self._policy.on(events.Joined(_of(worker), newest), now)
+                    decisions = self._policy.on(_of_pipeline(event), now)
                     self._joined.add(worker.pipeline)
-                workers.joins(worker, answered)
+                workers.joins(worker)
                 return self._answered(decisions)
             case events.Left(worker) | events.Lost(worker):
                 workers.check_takes_part(worker, "left")
@@ -67,11 +65,6 @@ class PerPipeline:
                 workers.check_takes_part(worker, "went on")
                 last = worker.stage == self._depths[worker.pipeline] - 1
                 if not (last and worker.pipeline in self._joined):
-                    return []
-                return self._answered(self._policy.on(_of_pipeline(event), now))
-            case events.Answered(worker, iteration):
-                workers.is_answered(worker, iteration)
-                if worker.pipeline not in self._joined:
                     return []
                 return self._answered(self._policy.on(_of_pipeline(event), now))
             case events.Contains():
@@ -101,11 +94,6 @@ class PerPipeline:
     def _active(self, pipeline: int) -> int:
         """Return how many workers of ``pipeline`` have joined."""
         return sum(pipeline in active for active in self.participants.active)
-
-    def _others(self, worker: events.Worker) -> list[int]:
-        """Return the other stages of the worker's pipeline that have joined."""
-        active = self.participants.active
-        return [j for j in range(len(active)) if j != worker.stage and worker.pipeline in active[j]]
 
     def _beside(self, worker: events.Worker, iteration: int) -> int:
         """Return how many other workers of its pipeline wait.

@@ -216,18 +216,7 @@ class PHDPSGDPolicy(GroupPolicy):
         group, stage = self._group_of[worker.pipeline], worker.stage
         if len(self._active(stage, group)) == 1:
             self.versions[stage].joins(group)
-        if stage == self._last:
-            self._expect_what_follows(worker.pipeline)
         return []
-
-    def _expect_what_follows(self, pipeline: int) -> None:
-        """Expect answers for other stages if it is known what another scheduler answered a pipeline's last stage:
-        members of a group must go on alike, so other stages wait for what follows. A group of one goes on alone
-        instead, which is always right."""
-        alone = self._models or len(self._groups[self._group_of[pipeline]]) == 1
-        if not alone and self.participants.last_answered(self._last, pipeline) is not None:
-            for replay in self._replays:
-                replay.heard_of(pipeline)
 
     def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
         if progress.worker.stage == self._last:
@@ -246,15 +235,7 @@ class PHDPSGDPolicy(GroupPolicy):
             versions.doubted()
         for replay in self._replays:
             replay.forget()
-        for pipeline in self._group_of:
-            self._expect_what_follows(pipeline)
         return self._look_again() + self._replay()
-
-    def worker_answered(self, worker: Worker, now: float) -> list[Decision]:
-        if worker.stage != self._last:
-            return []
-        self._expect_what_follows(worker.pipeline)
-        return self._replay()
 
     def times(self) -> list[float]:
         """Return the seconds of a step of each group, which are those of its slowest member; all alike while some are

@@ -16,7 +16,6 @@ import msgspec
 
 from lightning_sdpipe.dealing.leases import Book, Done, Segment
 from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, Receive
-from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Count, Last, Worker
 from lightning_sdpipe.scheduler.rows import About, Doing, NewRows, Spans
 
@@ -35,34 +34,22 @@ class MemberRequest(FromWorker, frozen=True, gc=False):
     """A request of the heartbeat thread, never of the thread that trains."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
-    """A group and, in the order of its members, the iterations whose ready it answers (None for a passive member) and
-    how often each member had been invited before (empty if none had)."""
-
-    group: Group
-    iterations: tuple[Count | None, ...]
-    invitations: tuple[Count, ...] = ()
-
-
 class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker's knowledge of the run in which it already takes part.
+    """A worker's knowledge of the elastic run in which it already takes part.
 
     ``holds`` are the epochs whose process group it has. ``heard`` is the highest sequence of a group that it heard of,
-    -1 if of none. ``book`` holds the batches that it was dealt, if any. If it has ``joined``, then ``answered`` is the
-    iteration whose group it heard of last, and ``answers`` are those that another member may still ask for. ``about``
-    describes it to people, and ``contains`` is as in a :class:`Beat`. For the other fields see
-    :class:`~lightning_sdpipe.membership.members.Resumed`.
+    -1 if of none. ``book`` holds the batches that it was dealt, if any. If it has ``joined``, for all it knows, then
+    ``answered`` is the iteration whose group it heard of last. ``about`` describes it to people, and ``contains`` is as
+    in a :class:`Beat`. For the other fields see :class:`~lightning_sdpipe.membership.members.Resumed`.
     """
 
     epoch: Epoch
     holds: tuple[Count, ...]
     met: tuple[Met, ...] = ()
-    since: Count = 0
     heard: Last = -1
     book: Book | None = None
     joined: bool = False
     answered: Count | None = None
-    answers: tuple[Answer, ...] = ()
     about: About | None = None
     contains: Last = -1
 

@@ -21,9 +21,9 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import About, Doing, NewRows
 
-VERSION = 9
+VERSION = 10
 MAX_REQUEST_BYTES = 1 << 20
-"""Requests are tens of bytes, but one that resumes a run carries groups of up to thousands of members."""
+"""Requests are tens of bytes, but one that resumes a run carries its members, and the batches that were dealt."""
 MAX_REPLY_BYTES = 1 << 22
 MAX_REASON_CHARACTERS = 800
 
@@ -40,7 +40,15 @@ class WrongVersion(MalformedFrame):
         self.version = version
 
 
-Answer: TypeAlias = e.Answer
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer"):
+    """A group and, in the order of its members, the iterations whose ready it answers (None for a passive member) and
+    how often each member had been invited before (empty if none had). In an elastic run, ``life`` is that of the
+    scheduler, as in :class:`~lightning_sdpipe.scheduler.membership_protocol.Stranger`."""
+
+    group: Group
+    iterations: tuple[Count | None, ...]
+    invitations: tuple[Count, ...] = ()
+    life: int = -1
 
 
 def iteration_of(worker: Worker, answer: Answer) -> int | None:

@@ -131,9 +131,15 @@ class OwnBaseAveraging(OuterAveraging):
         return self._group is not None and self._group.reason == Reason.MADE_AGAIN
 
     def _look(self) -> None:
-        """Note the group of the next round if it is known, or get what others have and this worker has missed."""
+        """Note the group of the next round if it is known, or get what others have and this worker has missed. Drop one
+        of an earlier scheduler, of which stage 0 may not have heard: then it would never be begun."""
+        client, peers = self.replica.client, self._peers
+        if peers is not None and self._group is not None and client.is_of_an_earlier_scheduler(self._group):
+            peers.epochs.give_up(self._group)  # another member may have begun it
+            self._group = None
+            self._say_ready()
         if self._stands and self._group is None:
-            self._group = self._round_of(self.replica.client.group_if_known())
+            self._group = self._round_of(client.group_if_known())
 
     def _round_of(self, group: Group | None) -> Group | None:
         """Return ``group`` if it is of a round. Else get the base that it hands over, and be ready again."""

@@ -110,11 +110,14 @@ class World:
         tell: Callable[[str], None] = lambda text: None,
         late: float = 0.0,
         pairs: bool = False,
+        unread: float = 0.0,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.tell = tell
         self.late = late
         """How often a stage copies its state a turn later than it was told."""
+        self.unread = unread
+        """How often a worker computes for long before it reads its group."""
         self.runs: dict[int, tuple[int, str]] = {}
         """Of each start that began together with others: the run, numbered over all schedulers, and the checkpoint
         with which that began, if there was one."""
@@ -295,7 +298,10 @@ class World:
             raise NobodyLeft
         self.validate()
         for peer, reply in replies:
-            self.after(self.rng.uniform(0.0005, 0.02), lambda p=peer, r=reply: self.reach(p, r))  # type: ignore[misc]
+            delay = self.rng.uniform(0.0005, 0.02)
+            if self.unread and isinstance(reply, m.Answer) and self.rng.random() < self.unread:
+                delay = self.rng.uniform(0.5, 2.0)
+            self.after(delay, lambda p=peer, r=reply: self.reach(p, r))  # type: ignore[misc]
 
     def validate(self) -> None:
         assert self.service is not None
@@ -708,7 +714,7 @@ class World:
 
     def check_that_all_train(self, seconds: float) -> None:
         """With no more faults everybody is a member soon, and goes on."""
-        self.loss = self.late = 0.0
+        self.loss = self.late = self.unread = 0.0
         self.run(self.now + seconds)
         # A pipeline that was measured slow may be dealt none of the few batches of a segment; it still goes on.
         before = {(p.worker, p.incarnation): (p.update, p.segment.epoch) for p in self.processes}
@@ -736,9 +742,10 @@ def live_through(
     tell: Callable[[str], None] = lambda text: None,
     late: float = 0.0,
     pairs: bool = False,
+    unread: float = 0.0,
 ) -> World:
     """A history with so many faults, and what must hold in it; with ``pairs``, of asynchronous AD-PSGD."""
-    world = World(seed, tell, late, pairs)
+    world = World(seed, tell, late, pairs, unread)
     with suppress(NobodyLeft):
         world.run(3.0)
         for _ in range(faults):

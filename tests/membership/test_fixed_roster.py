@@ -60,9 +60,6 @@ def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, sai
     assert isinstance(gone, w.Gone), "the first one counts"
     (denied,) = core.on(w.Enrolled(Worker(0, 0), 8, SAME), 3.0)
     assert isinstance(denied, w.Denied), "a failed run makes no room"
-    recovering = Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
-    assert recovering.on(w.Resumed(Worker(1, 0), 7, SAME, core.epoch), 0.0) == []
-    assert recovering.on(event, 1.0) == [over], "so it does while a new scheduler waits for others"
 
 
 def test_one_that_finished_makes_room_for_the_next() -> None:
@@ -76,34 +73,6 @@ def test_one_that_finished_makes_room_for_the_next() -> None:
         w.Meets(ALL[0], 7, "end", b""),  # of the run before
         2.0,
     ) == [w.Denied(ALL[0], 7, "its run is over, and another has begun", must_end=True)]
-
-
-def test_a_process_that_does_not_come_back_to_a_new_scheduler_ends_the_run() -> None:
-    epoch = started().epoch
-    core = Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
-    for worker in ALL[1:]:
-        assert core.on(w.Resumed(worker, 7, SAME, epoch), 0.0) == []
-    gone, over = core.on(w.Passed(), core.deadline())
-    assert isinstance(gone, w.Gone)
-    assert over == w.RunOver("it did not come back to the scheduler that was started again", True, ALL[0])
-    core.validate()
-    (denied,) = core.on(w.Resumed(ALL[0], 7, SAME, epoch), 60.0)
-    assert isinstance(denied, w.Denied)
-    assert denied.must_end
-
-
-def test_a_process_that_finishes_while_a_new_scheduler_waits_for_others_has_finished() -> None:
-    epoch, core = started().epoch, Membership(STAGES, ElasticConfig.of_fixed(PIPELINES))
-    for worker in ALL[1:]:
-        assert core.on(w.Resumed(worker, 7, SAME, epoch), 0.0) == []
-    assert core.on(w.Departed(ALL[1], 7, finished=True), 1.0) == []
-    assert core.on(w.Ended(ALL[1], 7, "ended"), 2.0) == [], "as it said that it would"
-    (again,) = core.on(w.Resumed(ALL[0], 7, SAME, epoch), 3.0)
-    assert isinstance(again, w.Epoch)
-    core.validate()
-    left = [worker for worker in ALL if worker != ALL[1]]
-    decisions = [d for worker in left for d in core.on(w.Departed(worker, 7, finished=True), 4.0)]
-    assert decisions == [w.RunOver("all pipelines have finished their training", failed=False)]
 
 
 def test_a_scheduler_for_both_kinds_of_run_serves_that_whose_process_comes_first() -> None:

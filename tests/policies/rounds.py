@@ -76,9 +76,13 @@ class World:
         stages: number of stages.
         one: whether the outcome of the last round alone can be handed over; else all of a model is.
         beats: whether a worker tells that it has an outcome before it is ready again.
+        drops: whether a worker that stands drops a round that it has not begun when the scheduler is started again.
     """
 
-    def __init__(self, seed: int, config: PolicyConfig, stages: int, one: bool, beats: bool = True) -> None:
+    def __init__(
+        self, seed: int, config: PolicyConfig, stages: int, one: bool, beats: bool = True, drops: bool = True
+    ) -> None:
+        self.drops = drops
         self.rng, self.config, self.stages, self.one, self.beats = random.Random(seed), config, stages, one, beats
         self.pipelines = self.rng.randint(2, 4)
         self.policy: Policy = config.make_policy(stages, self.pipelines)
@@ -250,6 +254,8 @@ class World:
             self.tell(Restarted(self.next_sequence))
             for stage in self.workers():
                 stage.told = -1
+                if stage.group is not None and stage.group.sequence not in stage.began and stage.group.source is None:
+                    self.is_restarted(stage)
                 if self.there[stage.worker.pipeline].joined:
                     self.tell(Joined(stage.worker, None if stage.number < 0 else stage.number - stage.ready))
             for stage in self.workers():
@@ -257,6 +263,18 @@ class World:
             for stage in self.workers():
                 if stage.ready:
                     self.tell(Ready(stage.worker, stage.number, len(stage.model)))
+
+    def is_restarted(self, stage: Stage) -> None:
+        """Let ``stage`` not have heard of the round that it was to begin, or be ready again if it will not."""
+        if self.rng.random() < 0.5:
+            self.counts["unheard"] += 1
+            stage.stands &= not stage.called  # it waits for its group where it has been called
+        elif self.drops and stage.stands and not stage.called:
+            self.counts["dropped"] += 1
+            stage.number += 1
+        else:
+            return
+        stage.group, stage.ready = None, True
 
     def die(self, start: Start) -> None:
         del self.there[start.stages[0].worker.pipeline]

@@ -34,8 +34,22 @@ def test_such_histories_have_everything(config: PolicyConfig, one: bool) -> None
         world = World(seed, config, 2, one)
         world.run(STEPS, CALM)
         happened += world.counts
-    rare = {name: happened[name] for name in ("broken", "handed", "not handed", "deaths", "came", "left", "restarts")}
+    rare = {
+        name: happened[name]
+        for name in ("broken", "handed", "not handed", "deaths", "came", "left", "restarts", "unheard")
+    }
     assert all(rare.values()), rare
+
+
+def test_rounds_would_stand_if_a_stage_waited_to_be_called_to_one_that_only_an_earlier_scheduler_had_named() -> None:
+    """Stage 0 has not heard of its group, and the scheduler that is started again names another one when all wait."""
+    stand = 0
+    for seed in range(20):
+        try:
+            World(seed, OuterRounds(None), 2, one=False, drops=False).run(STEPS, CALM)
+        except Violation:
+            stand += 1
+    assert stand
 
 
 def test_each_that_lacks_an_outcome_asks_all_that_have_its_round_in_turn() -> None:

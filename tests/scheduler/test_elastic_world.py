@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.membership.run_state import Ending
-from recipes.tools.elastic_world import World, live_through
+from recipes.tools.elastic_world import NobodyLeft, World, live_through
 
 LONG = settings.default.max_examples >= 10_000
 HISTORIES = 10_000 if LONG else 12
@@ -43,6 +45,18 @@ def test_pipelines_that_begin_anew_although_there_is_a_checkpoint_are_found_out(
 def test_pairs_that_average_while_they_compute_go_on_after_any_faults(seed: int) -> None:
     world = live_through(seed, 8, pairs=True)
     assert world.pipelines == 1 or world.seen["Invitation"] > 100
+
+
+@pytest.mark.parametrize("seed", range(20, 23))
+def test_groups_that_are_read_long_after_the_scheduler_has_died_hold_nobody_up(seed: int) -> None:
+    """The next scheduler gives another one for the same ready, and what others have begun is broken off at once."""
+    world = World(seed, unread=0.3)
+    world.run(5.0)
+    with suppress(NobodyLeft):
+        for _ in range(4):
+            world.kill_scheduler(0.2)
+            world.run(world.now + 6.0)
+        world.check_that_all_train(10.0)
 
 
 def test_stages_that_copy_their_state_a_turn_late_give_it_to_nobody() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.policies.decisions import Group
+from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync import DiLoCo, outer_averaging
 from lightning_sdpipe.sync.capabilities import Combination
 from lightning_sdpipe.sync.methods import check
+from lightning_sdpipe.sync.own_base_averaging import OwnBaseAveraging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.sync.stage import SIZE, Stage, change, equal
@@ -119,6 +123,23 @@ def test_one_that_has_rested_gets_the_base_that_it_has_missed_and_keeps_its_trai
     found = stage.run(DiLoCo(EVERY, LR, MOMENTUM, weights="samples"), exchange, equal, train, groups=groups)
     assert all(torch.equal(outcome, found[0]) for outcome in found)
     assert any(group.source is not None for group in groups)
+
+
+def test_a_round_that_an_earlier_scheduler_has_named_is_dropped_if_stage_0_has_not_called_it() -> None:
+    """It may never call it: then all would wait for this worker, which trains on."""
+    client, group = mock.Mock(), Group((Worker(1, 0), Worker(1, 1)), (0.5, 0.5), 8, "everybody came")
+    client.is_of_an_earlier_scheduler = lambda group: group.sequence <= 8
+    client.group_if_known.return_value = None
+    sync = OwnBaseAveraging.__new__(OwnBaseAveraging)
+    sync.replica, sync._peers = mock.Mock(client=client), mock.Mock()
+    sync._state, sync._whole, sync._schedule = mock.Mock(rounds=3), mock.Mock(since=0), mock.Mock(every=9)
+    sync._stands, sync._group, sync._update, sync._number = True, group, 6, 4
+    assert not sync.called
+    sync._peers.epochs.give_up.assert_called_once_with(group)
+    client.ready.assert_called_once_with(5, 3)
+    client.group_if_known.return_value = msgspec.structs.replace(group, sequence=9)
+    assert sync.called
+    assert sync.called, "that one is begun"
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ one that trains; every other method may be called from any thread. Every wait en
 SchedulerError that says what the scheduler was waiting for, with :class:`MustEndError` when this process was declared
 lost, or with :class:`RunOverError`.
 
-An unanswered request is repeated, so a scheduler that restarts at the same address finds its workers again by itself,
-and hears of the run from them.
+An unanswered request is repeated, so a scheduler that restarts at the same address finds the workers of an elastic run
+again by itself, and hears of the run from them. An ordinary run ends with its scheduler.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class SchedulerClient:
         timeout: seconds that a wait lasts at most, unless a method is given another.
         credentials: the worker's keys; None on loopback.
         told: functions to call when something happens.
-        host: the worker whose process the scheduler ends with; when it seems to have ended, that worker is taken to
-        have failed. None for a scheduler that may be restarted.
+        host: the worker whose process has started the scheduler, which ends with it; None if another program has.
     """
 
     def __init__(
@@ -384,6 +383,11 @@ class SchedulerClient:
         """Return the group as :meth:`group` does, if the answer has come, else None. Called again and again, it repeats
         the ready as a wait would."""
         return self.group() if self._iteration is not None and self.wire.comes(m.Ready, 0.0) else None
+
+    def is_of_an_earlier_scheduler(self, group: Group) -> bool:
+        """Return whether the scheduler that named ``group`` was started again since, as some members may not have heard
+        of the group."""
+        return group.sequence <= self.wire.talk.earlier
 
     def lease(self, segment: Segment, ordinal: int, seconds: float | None = None) -> Lease | None:
         """Wait for lease ``ordinal`` of this worker's pipeline in ``segment``; all its stages get the same.

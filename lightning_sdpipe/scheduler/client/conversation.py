@@ -21,12 +21,12 @@ Rules:
    older version of either says nothing, so loss and reordering do no harm. A beat is due at once when something that
    others wait for has changed.
 5. A scheduler that does not know the process may have been restarted. It first hears what the process is, and then the
-   open requests. What was told to the scheduler before it is forgotten, but for the newest checkpoint; and a lease by
-   which that one had answered is worth nothing, if it is read only now: the new one was not told of it.
+   open requests. What was told to the scheduler before it is forgotten, but for the newest checkpoint; and a group or
+   lease by which that one had answered is worth nothing, if it is read only now: the new one was not told of it.
 6. Each transfer counts once: a delayed message never asks again for a snapshot that was taken or dropped, nor for a
    state that this process has answered for.
 7. When the process must end, or the run is over, nothing is said any more but a departure and beats.
-8. A scheduler that answers nothing is missed; one that ends with a ``host`` has taken the run with it.
+8. A scheduler that answers nothing is missed. An ordinary run ends with it, in an elastic one it may be started again.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from lightning_sdpipe.membership.failure_detection import BARRIERS
-from lightning_sdpipe.membership.members import Epoch, Exchanging, Met
+from lightning_sdpipe.membership.members import Epoch, Exchanging, Met, is_fixed
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.client.reporting import HeardAnswers, HeardLeases, RowBuffer, SpanReport
+from lightning_sdpipe.scheduler.client.reporting import HeardLeases, RowBuffer, SpanReport
 from lightning_sdpipe.scheduler.rows import About, Doing
 
 FIRST_BEAT, PROBE, SOONEST = 0.25, 0.05, 0.125
@@ -57,8 +57,8 @@ TRANSFERS = 64
 MET, INVITED = 8, 64
 """Number of last barriers that a restarted scheduler is told, and of last invitations that count once if repeated."""
 LAST_BEAT = 12
-"""Beats without an answer after which a scheduler that cannot restart is given up, and any other is reported, if it
-has closed the lifeline; else once it has also been silent for as long as a worker may be."""
+"""Beats without an answer after which an ordinary run ends, and the scheduler's silence is reported in an elastic one,
+if it has closed the lifeline; else once it has also been silent for as long as a worker may be."""
 
 Kind: TypeAlias = type[m.Request] | type[e.Request]
 Key: TypeAlias = tuple[str, str | int] | Kind
@@ -137,8 +137,7 @@ class Conversation:
         worker: this process's worker.
         incarnation: number of this start of its job.
         mesh: the shape of the run, which the scheduler must serve; None checks nothing.
-        host: the worker whose process the scheduler ends with, and which has failed if the scheduler answers no beats;
-            None for a scheduler that may be restarted.
+        host: the worker whose process has started the scheduler, which ends with it; None if another program has.
         clock: returns seconds.
     """
 
@@ -156,7 +155,9 @@ class Conversation:
         self.about: About | None = None
         """Description of this worker for people, sent when it joins."""
         self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
-        self._heard = HeardAnswers(worker)
+        self._heard = self._life = self.earlier = -1
+        """Highest sequence of a group that was heard of; of the scheduler that this process introduced itself to last,
+        the life; and the highest sequence that earlier schedulers may have given to a group."""
         self._answered: int | None = None
         """Iteration whose group was heard of last, since the worker joined."""
         self._unanswered, self._unanswered_since = 0.0, 0.0
@@ -192,8 +193,6 @@ class Conversation:
         self._moved: Callable[[], int] = lambda: 0
         self._misses: tuple[int, tuple[int, ...]] = (0, ())
         """Number of an epoch, and the pipelines that cannot be reached in it."""
-        self._since = 0
-        """Number of the first epoch in which this process was a member."""
         self._met: deque[Met] = deque(maxlen=MET)
         self._dealt_with: deque[str] = deque(maxlen=TRANSFERS)
         self._lasting: dict[Key, tuple[Kind, tuple[object, ...]]] = {}  # what each scheduler of the run is told
@@ -212,7 +211,6 @@ class Conversation:
         elif kind is m.Leave:
             self._open.pop(m.Join, None)
             self.joined, self._answered = False, None
-            self._heard.forget()
         elif kind is m.AskLease:
             self.leases.begin(fields[0])
         return self._say(kind, fields, told=False)
@@ -267,7 +265,7 @@ class Conversation:
 
     def due(self, now: float) -> list[e.Request]:
         """Return the messages that are due now."""
-        said = [] if self._stranger is None else self._introduction(self._stranger.known)
+        said = [] if self._stranger is None else self._introduction(self._stranger)
         if now >= self._beat_at:
             self._unanswered_since = self._unanswered_since if self._unanswered else now
             said.append(self._beat())
@@ -303,16 +301,26 @@ class Conversation:
         if self._unanswered < LAST_BEAT or (silent < self._line.limit and not self.away):
             return []
         self._unanswered = -math.inf
-        if self._host is None:
-            said = "a worker that needs a group waits for it, and it can be started again at the same address"
-            return [Warned(f"worker {self.worker}: the scheduler has not answered for {silent:.0f} s; {said}")]
-        what = (
-            "it ended without a word, and the scheduler with it"
-            if self.away
-            else f"the scheduler that it started has not answered for {silent:.0f} s: it was stopped, or cannot "
-            "be reached"
-        )
-        return self._ends(e.End(what, True, True, self._host))
+        if self._fixed:
+            host = None if self._host == self.worker else self._host
+            its = "its process" if host is None else "its process, or that of the scheduler that it started,"
+            ended = "ended without a word"
+            unheard = f"has not answered for {silent:.0f} s: it was stopped, or cannot be reached"
+            return self._lost_scheduler(f"{its} {ended if self.away else unheard}", host)
+        said = "a worker that needs a group waits for it, and it can be started again at the same address"
+        return [Warned(f"worker {self.worker}: the scheduler has not answered for {silent:.0f} s; {said}")]
+
+    def _lost_scheduler(self, what: str, host: Worker | None = None) -> list[Effect]:
+        """End an ordinary run, whose scheduler is gone."""
+        stages, pipelines = self._mesh[:2] if self._mesh else ("M", "N")
+        how = f"`sdpipe run --pipelines {pipelines} --stages {stages} SCRIPT`"
+        said = f"an ordinary run ends with its scheduler, an elastic one survives it (start it by {how})"
+        return self._ends(e.End(f"{what}; {said}", True, True, host))
+
+    @property
+    def _fixed(self) -> bool:
+        """True if this process has enrolled in an ordinary run."""
+        return self._enrolment is not None and is_fixed(self._enrolment.fingerprint)
 
     # ----------------------------------------------------------------- what it hears
 
@@ -343,6 +351,8 @@ class Conversation:
                 return [reply]
             case e.Stranger(life=life):
                 said_before = life == self._now.version >> e.LIFE  # this process was let in
+                if self._fixed and self._member and not (reply.known or said_before):
+                    return self._lost_scheduler("it was started again, and knows nothing of this run")
                 if self.stop is None and (self._stranger is None or self._stranger.known) and not said_before:
                     self._stranger = reply
                 return []
@@ -401,9 +411,8 @@ class Conversation:
             match of.request, reply:
                 case _, e.Refused():
                     continue
-                case m.Ready(iteration=iteration), m.Answer():
-                    self._heard.hear(reply)
-                    self._answered = iteration
+                case m.Ready(iteration=iteration), m.Answer(group=group):
+                    self._heard, self._answered = max(self._heard, group.sequence), iteration
                 case _, m.Dealt(lease=lease):
                     self.leases.hear(lease)
                 case m.Join(), _:
@@ -411,7 +420,6 @@ class Conversation:
                 case m.Leave(), _:
                     self._open.pop(m.Ready, None)
                     self._answered = None
-                    self._heard.forget()
                 case _, e.HasMet(met=met):
                     self._met.append(met)
         return found
@@ -423,7 +431,8 @@ class Conversation:
             return False
         match of.request, reply:
             case m.Ready(iteration=iteration), m.Answer():
-                return m.iteration_of(self.worker, reply) == iteration
+                outdated = reply.life != self._life > -1
+                return not outdated and m.iteration_of(self.worker, reply) == iteration
             case m.AskLease(segment=segment, ordinal=ordinal), m.Dealt(lease=lease, number=number):
                 return (lease.segment, lease.ordinal) == (segment, ordinal) and number in of.numbers
             case e.Meet(key=key), e.HasMet(met=met):
@@ -463,13 +472,12 @@ class Conversation:
         if epoch.number <= self.epoch.number:
             return []
         self.epoch = epoch
-        if not self._since and any(member.incarnation == self.incarnation for member in epoch.members):
-            self._since = epoch.number
         return [EpochBegan(epoch)]
 
-    def _introduction(self, known: bool) -> list[e.Request]:
+    def _introduction(self, stranger: e.Stranger) -> list[e.Request]:
         self._stranger = None
-        if not known:
+        if not stranger.known:
+            self._life, self.earlier = stranger.life, self._heard
             self._dealt_with.extend(self.donations)
             self._open = {key: of for key, of in self._open.items() if not of.told}
             for kind, fields in tuple(self._lasting.values()) if self._member else ():
@@ -485,12 +493,10 @@ class Conversation:
             self.epoch,
             self.held,
             tuple(self._met),
-            self._since,
-            self._heard.highest,
+            self._heard,
             self.leases.book(),
             self.joined,
-            self._answered if self.joined else None,
-            self._heard.to_report() if self.joined else (),
+            self._answered,
             self.about,
             self.contains,
         )

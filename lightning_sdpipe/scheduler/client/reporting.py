@@ -1,62 +1,20 @@
 """What a worker has to report to the scheduler: rows, spans, how far it is with the leases that its pipeline was dealt
-and, for a restarted scheduler, these leases and the groups that other members may not have heard of."""
+and, for a restarted scheduler, these leases."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
-from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.membership_protocol import Answer
 from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
-log = logging.getLogger(__name__)
-
-MEMBERS_IN_REPORT = 15_000
-"""Most members of all groups in one report: each takes up to 40 bytes of the largest request."""
 _LONGEST_AGO = 1e6
 """Most seconds that a program can have waited for spans."""
 RECENT = 32
 """Batches whose mean length is reported."""
-
-
-class HeardAnswers:
-    """A worker's half of :class:`~lightning_sdpipe.scheduler.server.session.ReportedAnswers`: answers that it has
-    heard, and that another member may not have."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._last_with: dict[Worker, Answer] = {}
-        self.highest = -1
-        """Highest sequence of a group that was heard of."""
-
-    def hear(self, answer: Answer) -> None:
-        """Note the answer to this worker's ready."""
-        group = answer.group
-        self.highest = max(self.highest, group.sequence)
-        for member in group.members:
-            if not group.passive or member not in group.passive:  # a passive member asks for nothing
-                self._last_with[member] = answer
-
-    def to_report(self) -> tuple[Answer, ...]:
-        """Return each answer once, oldest first; if not all fit into a request, the newest."""
-        unique = {answer.group.sequence: answer for answer in self._last_with.values()}
-        newest_first = sorted(unique, reverse=True)
-        sizes = accumulate(len(unique[number].group.members) for number in newest_first)
-        fitting = [number for number, members in zip(newest_first, sizes, strict=True) if members <= MEMBERS_IN_REPORT]
-        if len(fitting) < len(unique):
-            log.warning("worker %s cannot report %d groups at once", self._worker, len(unique) - len(fitting))
-        return tuple(unique[number] for number in reversed(fitting))
-
-    def forget(self) -> None:
-        """Forget all answers when the worker leaves: all its groups have averaged, so their members have heard of
-        them."""
-        self._last_with.clear()
 
 
 class HeardLeases:

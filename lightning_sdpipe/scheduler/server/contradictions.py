@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import shape
-from lightning_sdpipe.membership.members import Met
-from lightning_sdpipe.policies.decisions import BrokenRule, Group, check_group
+from lightning_sdpipe.membership.members import Met, is_fixed
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -77,7 +76,6 @@ def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines
     """Return why ``request`` cannot be meant in a run of that ``extent`` and at most that many pipelines; None if it
     can."""
     worker = request.worker
-    member = extent.stands_for(worker)
     exists = worker.pipeline < most_pipelines and worker.stage < (
         extent.depths[worker.pipeline] if extent.depths else extent.num_stages
     )
@@ -90,7 +88,9 @@ def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines
             return _of_leases(segment, ()) or ("it has no batches" if segment.start == segment.stop else None)
         case e.Enrol(fingerprint=fingerprint, resumes=resumes):
             wrong = _of_fingerprint(fingerprint)
-            return wrong if wrong or resumes is None else _of_resumes(resumes, worker, member, most_pipelines)
+            if not wrong and resumes is not None and is_fixed(fingerprint):
+                wrong = "it was in an ordinary run, which has ended with its scheduler"
+            return wrong if wrong or resumes is None else _of_resumes(resumes, worker, most_pipelines)
         case e.TellSnapshot(transfer=""):
             return "it gives its state to no transfer"
         case e.Meet(key=""):
@@ -98,34 +98,17 @@ def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines
     return None
 
 
-def _of_resumes(resumes: e.Resumes, worker: Worker, member: Worker, most_pipelines: int) -> str | None:
+def _of_resumes(resumes: e.Resumes, worker: Worker, most_pipelines: int) -> str | None:
     epoch = resumes.epoch
+    if not epoch.number:
+        return "it was in a run that has not begun"
     if len({member.pipeline for member in epoch.members}) < len(epoch.members):
         return f"a pipeline is twice among the members {epoch.members}"
     if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
         return f"the members {epoch.members} are not among {most_pipelines} pipelines"
     wrong = [_of_met(each, worker) for each in resumes.met]
-    wrong += [_of_answer(answer, member, most_pipelines) for answer in resumes.answers]
     wrong += [_of_leases(book.segment, book.leases) for book in (resumes.book,) if book is not None]
     return next(filter(None, wrong), None)
-
-
-def _of_group(group: Group, worker: Worker, most_pipelines: int) -> str | None:
-    try:
-        check_group(group, 0)
-    except BrokenRule as error:
-        return str(error)
-    named = {*group.members, *group.passive, *(other for others in group.neighbours for other in others)}
-    if any(other.stage != worker.stage or other.pipeline >= most_pipelines for other in named):
-        return f"{group} has members that are not of stage {worker.stage}"
-    return None
-
-
-def _of_answer(answer: m.Answer, worker: Worker, most_pipelines: int) -> str | None:
-    counts = len(answer.iterations), len(answer.invitations)
-    if counts not in ((members := len(answer.group.members), 0), (members, members)):
-        return f"{answer} has not as many iterations, or invitations, as members"
-    return _of_group(answer.group, worker, most_pipelines)
 
 
 def _of_leases(segment: Segment, leases: Sequence[Lease]) -> str | None:

@@ -85,6 +85,10 @@ class GroupDelivery:
         """Return all groups and barrier results that wait for a process group."""
         return [*self._process_groups.lacking, *self._met]
 
+    def comes_back(self, worker: Worker, heard: int, now: float) -> None:
+        """Note that ``worker`` is back, and has heard of groups up to that number of an earlier scheduler."""
+        self._exchanges.comes_back(worker, heard, now)
+
     def beats(self, beat: e.Beat, now: float) -> None:
         """Note a worker's process groups and its exchange."""
         self._process_groups.holds(beat.worker, beat.holds)

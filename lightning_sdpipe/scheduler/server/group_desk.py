@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import (
-    Answered,
     Contains,
     Joined,
     Left,
@@ -34,7 +33,6 @@ from lightning_sdpipe.scheduler.server.session import (
     LEAVES,
     IllegalInput,
     Input,
-    ReportedAnswers,
     Session,
     Sessions,
 )
@@ -43,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupDesk:
-    """Keeps the sessions, the answers of an earlier scheduler, and the first failure of the run, which every worker is
-    told.
+    """Keeps the sessions, and the first failure of the run, which every worker is told.
 
     Args:
         driver: drives the policy.
@@ -66,8 +63,9 @@ class GroupDesk:
     ) -> None:
         self.rows = rows
         self.sessions = Sessions()
-        self.reported = ReportedAnswers(extent.represented_by)
         self.extent = extent
+        self.life = -1
+        """What tells this scheduler's answers in an elastic run from those of the one before it."""
         self.failure: m.Failure | None = None
         self.on_broken: Callable[[Group, float], None] = lambda *_: None
         """Called with a group whose outcome a worker did not get."""
@@ -96,28 +94,26 @@ class GroupDesk:
             return  # the other socket was slower than a later leave
         if not session.active:
             self.extent.check_mesh(request)
-            self._begin(session, None, now)
+            self._begin(session, now)
             session.iteration = session.answer = session.answered = None
-            self.reported.forget(session.worker)
         self._outbox.say(peer, e.Noted(request.number, session.invitations))
 
     def expect(self, worker: Worker, incarnation: int, now: float) -> None:
         """Let ``worker`` take part before it joins: the others of its stage wait for it."""
         self.departs(worker, now)
-        self._begin(self.sessions.begin(worker, incarnation, now), None, now)
+        self._begin(self.sessions.begin(worker, incarnation, now), now)
 
-    def resume(self, worker: Worker, incarnation: int, number: int, resumes: e.Resumes, now: float) -> None:
+    def resume(self, worker: Worker, incarnation: int, number: int, answered: int | None, now: float) -> None:
         """Let a worker take part that believes it does, as its request ``number`` says: another scheduler has let it
-        join, or this one has lost it."""
+        join, and has last ``answered`` its ready of that iteration."""
         session = self.sessions.of(worker, incarnation)
         if session is None:
             self.departs(worker, now)
             session = self.sessions.begin(worker, incarnation, now)
         if self.failure is None and not session.active and number > session.received.left_at:
-            self._begin(session, resumes.answered, now)
-            self.reported.keep(resumes.answers, worker)
+            self._begin(session, now, answered)
 
-    def _begin(self, session: Session, answered: int | None, now: float) -> None:
+    def _begin(self, session: Session, now: float, answered: int | None = None) -> None:
         self.let_time_pass(now)
         decisions = self._driver.tell(Joined(session.worker, answered), now)
         session.move(JOINS)
@@ -210,7 +206,7 @@ class GroupDesk:
         Raises:
             RefusedEvent: the worker already waits for the answer to another ready.
         """
-        iteration, reported = request.iteration, self.reported
+        iteration = request.iteration
         if self.failure is not None:
             self._outbox.say(peer, self.failure.said())
         elif session.state is not COMPUTING:
@@ -223,11 +219,6 @@ class GroupDesk:
                 self._outbox.say(peer, e.Waits(request.number, f"it waits for {named(missing)}"))
         elif session.answer is not None and session.iteration == iteration:
             self._outbox.say(peer, session.answer)
-        elif reported.answers and (answer := self._reported_to(session.worker, iteration)) is not None:
-            session.is_ready(iteration)
-            session.ready_with = request.contains
-            self._answer(session, answer)
-            self._carry_out(self._driver.tell(Answered(session.worker, iteration), now), now)
         else:
             if self._driver.deadline <= now:
                 self.let_time_pass(now)
@@ -239,14 +230,6 @@ class GroupDesk:
                 session.contains = max(session.contains, request.contains)
             session.is_ready(iteration)
             self._carry_out(decisions, now)
-
-    def _reported_to(self, worker: Worker, iteration: int) -> m.Answer | None:
-        """Return the group that an earlier scheduler answered this ready with, unless that was a ready of an earlier
-        start of ``worker``, whose iterations have the same numbers."""
-        answer = self.reported.answer_to(worker, iteration)
-        if answer is None or not self._process_groups.in_use:
-            return answer
-        return answer if self._process_groups.was_member(worker, answer.group.epoch) else None
 
     def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
         """Note a worker's heartbeat and its speed; tell a worker that wrongly believes to take part."""
@@ -293,7 +276,8 @@ class GroupDesk:
                 self._answer_and_invite(members, represented, group)
                 return
             invited = tuple([session.invitations for session in members])
-            answer = m.Answer(group, tuple([session.iteration for session in members]), invited if any(invited) else ())
+            iterations = tuple([session.iteration for session in members])
+            answer = m.Answer(group, iterations, invited if any(invited) else (), self._life)
             for session in represented:
                 self._answer(session, answer)
         except (IllegalInput, KeyError) as error:
@@ -311,6 +295,7 @@ class GroupDesk:
             group,
             tuple(None if s.worker in group.passive else s.iteration for s in members),
             tuple(s.invitations for s in members),
+            self._life,
         )
         for session in represented:
             if self.extent.stands_for(session.worker) in group.passive:
@@ -318,6 +303,10 @@ class GroupDesk:
                 self._outbox.say(session.member_peer, m.Invitation(group, session.answered))
             else:
                 self._answer(session, answer)
+
+    @property
+    def _life(self) -> int:
+        return self.life if self._process_groups.in_use else -1
 
     def _answer(self, session: Session, answer: m.Answer) -> None:
         session.is_answered(answer)

@@ -76,6 +76,7 @@ class MembershipDesk:
         self._setting_out = SettingOut(membership, groups, process_groups, presence, self._early, policy)
         self.spans = SpanDesk(presence.incarnations, groups.rows.about, outbox)
         self._levels, here = Levels(membership, outbox), presence.incarnations
+        groups.life = self._levels.life
         self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
         self._rival_since: dict[int, float] = {}
         self._told: dict[Worker, tuple[int, Book]] = {}
@@ -122,9 +123,7 @@ class MembershipDesk:
             for worker, incarnation, seconds in presence.silent(now, members, replaced):
                 if not fixed:
                     self._decide(w.Ended(worker, incarnation, f"was silent for {seconds:.1f} s", "silent"), now)
-                elif core.recovering:
-                    presence.hear(worker, now)  # it may not know that it is heard
-            if fixed and not core.recovering:
+            if fixed:
                 gone = presence.out_of_reach(now, self._groups.rows.about)
                 if (ends := gone or presence.parted(self._groups.extent.num_workers)) is not None:
                     self._decide(w.Ended(ends[0], presence.incarnations[ends[0]], ends[1], "failed"), now)
@@ -187,7 +186,7 @@ class MembershipDesk:
     def _trains(self, worker: Worker, incarnation: int, asks: bool = False) -> bool:
         """Return whether that process may be in groups, or ``asks`` for batches that it may have."""
         core = self.membership
-        if core.recovering or not core.terms.fixed or asks:
+        if not core.terms.fixed or asks:
             return not core.recovering and core.roster.is_member(worker.pipeline, incarnation)
         return core.is_here(worker, incarnation)
 
@@ -197,10 +196,9 @@ class MembershipDesk:
         workers = [] if self.membership.recovering else self._early.workers()
         for worker in workers:
             yield from self._due_of(worker, e.Enrol, (), now)
-        self._setting_out.expect_new_members(now)
         together = self._setting_out.due()
         for worker in (worker for worker in workers if worker.stage in together):
-            yield from self._due_of(worker, e.Enrol | m.Join, together, now)
+            yield from self._due_of(worker, m.Join, together, now)
         for worker in workers:
             yield from self._due_of(worker, object, (), now)
 
@@ -235,25 +233,24 @@ class MembershipDesk:
         was_here = self._presence.incarnations.get(worker) == incarnation
         if resumes is not None and resumes.book is not None and not core.epoch.number:
             self._told[worker] = incarnation, resumes.book
-        if resumes is None or not resumes.epoch.number:
+        if resumes is None:
             self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
         else:
-            told = request.fingerprint, resumes.epoch, resumes.met, resumes.since
-            self._decide(w.Resumed(worker, incarnation, *told), now)
+            self._decide(w.Resumed(worker, incarnation, request.fingerprint, resumes.epoch, resumes.met), now)
             self._process_groups.holds(worker, resumes.holds)
         if core.is_here(worker, incarnation):
             self._presence.comes(worker, incarnation, now)
             if not was_here:
                 if resumes is not None:
                     self._groups.number_from(resumes.heard + 1, now)
+                    self._answers.comes_back(worker, resumes.heard, now)
                 lines = self._presence.lines
                 nonce = lines.give(worker, incarnation)
                 self._levels.comes(worker, incarnation, e.Line(lines.port, nonce, self._beat, self._limit))
                 self._levels.tell()  # so that its connection is there when it starts
             if resumes is not None:
                 self._early.keep(peer, request, now)  # the rest of it is for when all are back
-            self._setting_out.comes(worker, incarnation, resumes)
-            if resumes is None and fixed and not core.recovering:
+            if resumes is None and fixed:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
             self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
@@ -305,7 +302,7 @@ class MembershipDesk:
                     say(peer, e.Noted(request.number))
                     if done:
                         self._decide(w.Published(worker, incarnation, path, update), now)
-            case e.Depart(finished=True) if core.recovering and not core.terms.fixed:
+            case e.Depart(finished=True) if core.recovering:
                 return  # it asks again
             case e.Depart(finished=finished, failed=failed):
                 say(peer, e.Noted(request.number))

@@ -279,7 +279,7 @@ class SchedulerService:
             case e.Enrol(worker=worker, incarnation=incarnation, number=number, resumes=e.Resumes() as resumes):
                 self.groups.rows.introduce(worker, resumes.about)
                 if resumes.joined:
-                    self.groups.resume(worker, incarnation, number, resumes, now)
+                    self.groups.resume(worker, incarnation, number, resumes.answered, now)
                 self.groups.contains(worker, incarnation, resumes.contains, now)
 
     # ----------------------------------------------------------------- replies

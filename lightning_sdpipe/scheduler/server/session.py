@@ -12,7 +12,6 @@ Where the table is empty, the input is illegal: :meth:`Session.move` raises and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from lightning_sdpipe.policies.events import Worker
@@ -185,66 +184,3 @@ class Sessions(dict[Worker, Session]):
         for worker, session in self.items():
             session.validate()
             assert session.worker == worker, session
-
-
-class ReportedAnswers:
-    """Groups of the scheduler before this one that some of their members have not heard of.
-
-    That scheduler may have died when only some members of a group had heard of it. These may be averaging and wait for
-    the others; with an exchange that overlaps training they may even be groups ahead. So a worker brings every answer
-    that another member could still ask for. For each other worker this is the last answer that the two shared, since
-    members of a later group have heard of the earlier ones. A ready that such an answer is for gets exactly that
-    answer: no iteration is lost, and none is done twice. ``represented_by`` returns the workers that members of a group
-    represent.
-    """
-
-    def __init__(
-        self, represented_by: Callable[[Sequence[Worker]], Sequence[Worker]] = lambda members: members
-    ) -> None:
-        self.answers: dict[Worker, dict[int, m.Answer]] = {}
-        """Answers by worker and iteration of the readies that they answer."""
-        self._represented_by = represented_by
-        self._reported: dict[Worker, Sequence[m.Answer]] = {}
-
-    def keep(self, answers: Sequence[m.Answer], reporter: Worker) -> None:
-        """Keep the answers that a worker has heard from an earlier scheduler, for members that have not. They replace
-        what the worker reported before: each report is whole."""
-        for member, iteration, answer in self._readies(self._reported.pop(reporter, ()), reporter):
-            kept = self.answers.get(member, {})
-            if kept.get(iteration) is answer:
-                del kept[iteration]
-                if not kept:
-                    del self.answers[member]
-        if answers:
-            self._reported[reporter] = answers
-        for member, iteration, answer in self._readies(answers, reporter):
-            self.answers.setdefault(member, {})[iteration] = answer
-
-    def answer_to(self, worker: Worker, iteration: int) -> m.Answer | None:
-        """Return the group that answers this ready, if another member has heard of it; earlier ones are not asked for
-        any more."""
-        answers = self.answers.get(worker)
-        if answers is None:
-            return None
-        answer = answers.get(iteration)
-        later = {k: kept for k, kept in answers.items() if k > iteration}
-        if later:
-            self.answers[worker] = later
-        else:
-            del self.answers[worker]
-        return answer
-
-    def forget(self, worker: Worker) -> None:
-        """Forget the answers to ``worker``, which begins anew: its readies are others, even if their numbers are the
-        same."""
-        self.answers.pop(worker, None)
-
-    def _readies(self, answers: Sequence[m.Answer], reporter: Worker) -> Iterator[tuple[Worker, int, m.Answer]]:
-        """Yield each ready that an answer is for (worker, iteration, answer), except those of ``reporter`` itself."""
-        for answer in answers:
-            for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
-                if iteration is None:
-                    continue
-                for worker in self._represented_by([member]):
-                    if worker != reporter:
-                        yield worker, iteration, answer

@@ -2,8 +2,10 @@
 
 Replicas that are equal after every round stay equal if each is in every round. So the workers of a stage that join a
 segment set out together: a join waits until all others have come. A newcomer whose donor has copied its state in the
-middle of a segment takes part from there on: the next round, which the donor has not begun, waits for it. So does it
-if the scheduler is started again before the newcomer has joined: a round without it would leave its model behind.
+middle of a segment takes part from there on: the next round, which the donor has not begun, waits for it.
+
+After a restart of the scheduler, those that had joined go on in the rounds in which they are. One that joins only then
+takes part at once. A round that the others have made meanwhile leaves its model behind, and it comes anew.
 """
 
 from __future__ import annotations
@@ -44,8 +46,6 @@ class SettingOut:
         self._process_groups = process_groups
         self._early, self._policy = early, policy
         self._expected: set[int] = set()
-        self._new: dict[Worker, int] = {}
-        """Starts of members that came back to this scheduler and were in no round yet."""
 
     @property
     def together(self) -> bool:
@@ -53,17 +53,15 @@ class SettingOut:
         return self._policy.keeps_equal and not self._membership.terms.fixed
 
     def may_begin(self, request: m.Request | e.Enrol, now: float) -> bool:
-        """Return whether the worker may take part now. After a restart of the scheduler, a worker goes on in the round
-        in which others are; one that had joined, and was in no round yet, counts as joining."""
+        """Return whether the worker may take part now, which joins, or has come back to a restarted scheduler."""
         worker, sessions = request.worker, self._groups.sessions
         if sessions.takes_part(worker) and sessions.of(worker, request.incarnation) is not None:
             return True
-        if self.together and joins(request) and (isinstance(request, m.Join) or not sessions.active_in(worker.stage)):
-            return False  # until its stage is due
         # If it first had to share a process group with the others of its round, they would make the next group without
         # it; a group waits for that by itself.
-        goes_on = self.together and isinstance(request, e.Enrol)
-        return goes_on or self._policy.rounds_are_apart or self._shares_a_group(worker, now)
+        if self.together:
+            return isinstance(request, e.Enrol) or bool(sessions.active_in(worker.stage))  # else its stage must be due
+        return self._policy.rounds_are_apart or self._shares_a_group(worker, now)
 
     def _shares_a_group(self, worker: Worker, now: float) -> bool:
         """Return whether ``worker`` shares a process group with the active workers of its stage, or has waited for
@@ -74,24 +72,6 @@ class SettingOut:
         if not others or self._early.waited(worker, now) >= REMAKE_AFTER:
             return True
         return self._process_groups.common([worker, *others]) is not None
-
-    def comes(self, worker: Worker, incarnation: int, resumes: e.Resumes | None) -> None:
-        """Note a worker that enrols, and what it says if it comes back to this scheduler. One that does not may be a
-        member that has not heard so."""
-        if self.together and (resumes is None or (not resumes.joined and resumes.heard < 0)):
-            self._new[worker] = incarnation
-
-    def expect_new_members(self, now: float) -> None:
-        """Let members that were in no round yet take part where others of their stage are in one: an earlier scheduler
-        made these wait, since the state of one of them was copied before it."""
-        core, sessions = self._membership, self._groups.sessions
-        waiting, self._new = self._new, {}
-        for worker, incarnation in waiting.items():
-            if core.recovering or not core.roster.is_member(worker.pipeline, incarnation):
-                if core.is_here(worker, incarnation):
-                    self._new[worker] = incarnation
-            elif sessions.active_in(worker.stage) and not sessions.takes_part(worker):
-                self._groups.expect(worker, incarnation, now)
 
     def due(self) -> set[int]:
         """Return the stages of which all workers in the run wait to join."""
@@ -104,7 +84,7 @@ class SettingOut:
             stage
             for stage in stages
             if not sessions.active_in(stage)
-            and all(any(map(joins, self._early.of(Worker(stage, pipeline)))) for pipeline in here)
+            and all(any(isinstance(r, m.Join) for r in self._early.of(Worker(stage, pipeline))) for pipeline in here)
         }
 
     def follow(self, now: float) -> None:
@@ -127,11 +107,3 @@ class SettingOut:
             self._expected.discard(lost)
             if lost not in core.members:
                 self._groups.lose(lost, left=True, now=now)
-
-
-def joins(request: m.Request | e.Enrol) -> bool:
-    """Return whether the worker is about to be in its first round of a segment."""
-    match request:
-        case m.Join() | e.Enrol(resumes=e.Resumes(joined=True, answered=None)):
-            return True
-    return False

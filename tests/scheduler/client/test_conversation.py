@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
-from lightning_sdpipe.membership.members import Epoch, Member, Met, Receive
+from lightning_sdpipe.membership.members import FIXED, Epoch, Member, Met, Receive
 from lightning_sdpipe.meter import PHASES, MeterRow
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -87,7 +87,7 @@ def test_a_scheduler_that_is_away_is_looked_for_and_hears_first_who_this_is() ->
     assert talk.deadline < 0
     enrol, *others = talk.due(1.11)
     assert isinstance(enrol, e.Enrol)
-    assert (enrol.resumes, enrol.fingerprint) == (e.Resumes(EPOCH, (), since=3), {"model": "linear"})
+    assert (enrol.resumes, enrol.fingerprint) == (e.Resumes(EPOCH, ()), {"model": "linear"})
     assert sorted(kinds(others)) == ["Meet", "Publish", "Store"], "what was told to the one before is not for this one"
     talk.hear(e.Now(10, donate=("state-2-1",)))
     assert talk.donations == (), "which the one before had asked for"
@@ -262,7 +262,7 @@ def test_the_answer_to_a_ready_that_a_leave_withdraws_is_heard_until_the_schedul
         assert not {m.Ready, m.Leave} & talk._open.keys()
 
 
-def test_a_scheduler_that_was_started_again_hears_what_others_may_lack() -> None:
+def test_a_scheduler_that_was_started_again_hears_up_to_which_group_this_worker_has_heard() -> None:
     both = joined()
     both.hear(e.Start(Epoch(1, (), "tested"), True))
     both.ask(e.Enrol, {})
@@ -274,14 +274,31 @@ def test_a_scheduler_that_was_started_again_hears_what_others_may_lack() -> None
         enrol = both.due(0.0)[0]
         assert isinstance(enrol, e.Enrol)
         assert enrol.resumes is not None
-        resumes = enrol.resumes
-        assert (resumes.joined, resumes.heard, resumes.answered, resumes.answers) == (True, 4, 3, (ANSWER,))
+        assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answered) == (True, 4, 3)
     ask(both, m.Leave)
     both.hear(e.Stranger())
     enrol = both.due(0.0)[0]
     assert isinstance(enrol, e.Enrol)
     assert enrol.resumes is not None
-    assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answers) == (False, 4, ())
+    assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answered) == (False, 4, None)
+
+
+def test_a_group_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_not_count() -> None:
+    """The new one gives another group for the same ready, perhaps of the same number."""
+    talk = joined()
+    talk.ask(e.Enrol, {"model": "linear"})
+    talk.hear(e.Start(EPOCH, True))
+    ask(talk, m.Ready, 3)
+    talk.hear(e.Stranger(life=8))
+    (enrol,) = (request for request in talk.due(0.1) if isinstance(request, e.Enrol))
+    assert enrol.resumes is not None
+    assert enrol.resumes.heard == talk.earlier == -1
+    assert talk.hear(msgspec.structs.replace(ANSWER, life=5)) == []
+    new = msgspec.structs.replace(ANSWER, life=8)
+    assert talk.hear(new) == [c.Replied(m.Ready, new)]
+    talk.hear(e.Stranger(life=9))
+    talk.due(0.2)
+    assert talk.earlier == new.group.sequence
 
 
 def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
@@ -313,11 +330,24 @@ def test_a_lease_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_n
     assert talk.hear(m.Dealt(again, asked.number)) == [c.Replied(m.AskLease, m.Dealt(again, asked.number))]
 
 
+ENDED, UNHEARD = "ended without a word", "has not answered for 30 s: it was stopped, or cannot be reached"
+SURVIVES = (
+    "an ordinary run ends with its scheduler, an elastic one survives it (start it by `sdpipe run --pipelines N "
+    "--stages M SCRIPT`)"
+)
+
+
 @pytest.mark.parametrize("lifeline", [True, False])
-@pytest.mark.parametrize("host", [None, Worker(0, 0)])
-def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worker | None, lifeline: bool) -> None:
+@pytest.mark.parametrize("host", [None, ME, Worker(0, 0)])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(
+    host: Worker | None, lifeline: bool, elastic: bool
+) -> None:
     """At once if it has closed the lifeline, else when it has been silent for as long as a worker may be."""
     talk, effects = joined(host=host), list[tuple[int, c.Effect]]()
+    talk.ask(e.Enrol, {"model": "linear"} if elastic else FIXED)
+    talk.due(0.0)
+    talk.hear(e.Start(EPOCH, True))
     talk.hear(e.Now(1, LINE))
     talk.lifeline(there=lifeline)
     for now in range(c.LAST_BEAT - 1):
@@ -327,16 +357,28 @@ def test_a_scheduler_that_answers_no_beat_is_missed_or_given_up_once(host: Worke
         talk.due(float(now))
         effects += [(now, effect) for effect in talk.given_up()]
     seconds = LINE.limit if lifeline else c.LAST_BEAT - 1
-    what = (
-        "the scheduler that it started has not answered for 30 s: it was stopped, or cannot be reached"
-        if lifeline
-        else "it ended without a word, and the scheduler with it"
-    )
+    its = "its process, or that of the scheduler that it started," if host == Worker(0, 0) else "its process"
+    end = e.End(f"{its} {UNHEARD if lifeline else ENDED}; {SURVIVES}", True, True, None if host == ME else host)
     unheard = (
         f"worker {ME}: the scheduler has not answered for {seconds:.0f} s; a worker that needs a group waits for it, "
         "and it can be started again at the same address"
     )
-    assert effects == [(20 + seconds, c.Warned(unheard) if host is None else e.End(what, True, True, host))]
+    assert effects == [(20 + seconds, c.Warned(unheard) if elastic else end)]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_ordinary_run_ends_when_its_scheduler_was_started_again(elastic: bool) -> None:
+    talk = c.Conversation(ME, 7, (2, 3))
+    talk.ask(e.Enrol, {"model": "linear"} if elastic else FIXED)
+    assert talk.hear(e.Stranger(life=8)) == [], "it has not begun"
+    assert kinds(talk.due(0.0)) == ["Enrol", "Beat", "Enrol"]
+    talk.hear(e.Start(EPOCH, True))
+    ends = [effect for effect in talk.hear(e.Stranger(life=9)) if isinstance(effect, e.End)]
+    assert bool(ends) is not elastic
+    if ends:
+        assert (ends[0].run, ends[0].failed, ends[0].worker) == (True, True, None)
+        assert "it was started again" in ends[0].reason
+        assert "sdpipe run --pipelines 3 --stages 2 SCRIPT" in ends[0].reason
 
 
 def test_with_much_to_tell_a_beat_comes_at_once_but_not_all_the_time() -> None:

@@ -14,6 +14,7 @@ from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
+from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
@@ -144,7 +145,7 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
     d = ElasticDialogue(LocalSGD(every=1))
     epoch = Epoch(4, (A, B), "pipeline 1 has come")
     for member in (A, B):
-        resumes = e.Resumes(epoch, (), heard=3, joined=True, answered=3)
+        resumes = e.Resumes(epoch, (), heard=3, joined=True)
         d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
     d.say(m.Leave, Worker(0, 1), B.incarnation)
@@ -159,7 +160,7 @@ def test_a_join_waits_for_a_process_group_unless_rounds_are_apart(config: Policy
     d, third = ElasticDialogue(config), Member(2, 303)
     epoch = Epoch(4, (A, B, third), "pipeline 2 has come")
     for member in (A, B):
-        resumes = e.Resumes(epoch, (4,), heard=3, joined=True, answered=3)
+        resumes = e.Resumes(epoch, (4,), heard=3, joined=True)
         d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     d.say(e.Enrol, Worker(0, 2), third.incarnation, SAME, e.Resumes(epoch, (), heard=3))
     for member in (A, B):
@@ -224,77 +225,82 @@ def test_replicas_that_are_to_stay_equal_set_out_together() -> None:
     assert d.groups(d.say(m.Ready, second, B.incarnation, 0)) == [(0, 1)]
     assert d.say(m.Ready, first, A.incarnation, 1) == []
     assert d.groups(d.say(m.Leave, second, B.incarnation)) == [(0,)], "which had heard later that all is trained"
-    d.say(m.Join, second, B.incarnation, None)
-    assert d.service.groups.sessions.active_in(0) == [first], "it waits for the other"
     d.say(m.Leave, first, A.incarnation)
+    d.say(m.Join, second, B.incarnation, None)
+    assert d.service.groups.sessions.active_in(0) == [], "it waits for the other"
     d.say(m.Join, first, A.incarnation, None)
     assert d.service.groups.sessions.active_in(0) == [first, second]
 
 
-def test_replicas_set_out_together_though_one_had_heard_so_and_the_other_not_when_the_scheduler_died() -> None:
-    d, first, second = ElasticDialogue(AllPresent()), Worker(0, 0), Worker(0, 1)
-    epoch = Epoch(4, (A, B), "pipeline 1 has come")
-    for member in (A, B):
-        resumes = e.Resumes(epoch, (4,), since=1, joined=member == A)
+def come_back(d: ElasticDialogue, epoch: Epoch, *heard: int | None) -> None:
+    """The processes of pipelines 0, 1, … were in rounds, and heard of groups up to these; one with None has joined
+    none."""
+    for member, highest in zip((A, B, C), heard, strict=False):
+        last = -1 if highest is None else highest
+        resumes = e.Resumes(epoch, (epoch.number,), heard=last, joined=highest is not None)
         d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
-    assert d.say(m.Ready, first, A.incarnation, 0) == [], "it would be alone in that round"
-    assert d.service.groups.sessions.active_in(0) == []
-    d.say(m.Join, second, B.incarnation, None)
-    assert d.groups(d.say(m.Ready, second, B.incarnation, 0)) == [(0, 1)]
 
 
-@pytest.mark.parametrize("answered", [None, 4])
-def test_replicas_that_were_in_a_round_go_on_when_the_scheduler_is_started_again(answered: int | None) -> None:
-    d, epoch = ElasticDialogue(AllPresent()), Epoch(4, (A, B), "pipeline 1 has come")
-    for member, heard in ((B, answered), (A, 4)):
-        resumes = e.Resumes(epoch, (4,), since=1, heard=8, joined=True, answered=heard)
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+def test_replicas_go_on_in_their_rounds_when_the_scheduler_is_started_again() -> None:
+    d = ElasticDialogue(AllPresent())
+    come_back(d, Epoch(4, (A, B), "pipeline 1 has come"), 8, 7)
     assert d.say(m.Ready, Worker(0, 0), A.incarnation, 5) == []
     assert d.groups(d.say(m.Ready, Worker(0, 1), B.incarnation, 5)) == [(0, 1)]
 
 
-@pytest.mark.parametrize("joined_before", [False, True])
-@pytest.mark.parametrize(("new", "old"), [(A, B), (B, A)])
-def test_a_new_member_that_was_in_no_round_yet_is_waited_for_by_a_scheduler_that_is_started_again(
-    new: Member, old: Member, joined_before: bool
-) -> None:
-    """Its state was copied before the round in which the other one is, which the earlier scheduler held back for it."""
-    d, epoch = ElasticDialogue(AllPresent()), Epoch(4, (old, new), "a pipeline has come")
-    in_round = e.Resumes(epoch, (4,), since=1, heard=8, joined=True, answered=4)
-    told = {old: (Worker(0, old.pipeline), in_round), new: (Worker(0, new.pipeline), e.Resumes(epoch, (4,), since=4))}
-    if joined_before:
-        d.say(m.Join, told[new][0], new.incarnation, None)
-    for member in (old, new):
-        d.say(e.Enrol, told[member][0], member.incarnation, SAME, told[member][1])
-    assert d.say(m.Ready, told[old][0], old.incarnation, 5) == [], "it would be alone in that round"
-    if not joined_before:
-        assert [type(reply) for _, reply in d.say(m.Join, told[new][0], new.incarnation, None)] == [e.Noted]
-    assert d.groups(d.say(m.Ready, told[new][0], new.incarnation, 0)) == [(0, 1)]
-
-
-def test_a_group_that_an_earlier_start_of_a_pipeline_was_in_answers_no_ready_of_its_present_one() -> None:
-    """A newcomer counts its iterations from 0, too."""
+def test_one_that_joins_after_a_restart_is_not_held_back_until_the_others_pause() -> None:
+    """They wait for it only then; what it lacks by that time is handed over, or it comes anew."""
     d, first, second = ElasticDialogue(AllPresent()), Worker(0, 0), Worker(0, 1)
-    epoch, before = Epoch(6, (A, B), "pipeline 1 has come"), Group((first, second), (0.5, 0.5), 8, "all", epoch=3)
-    in_round = {"heard": 9, "joined": True, "answered": 4, "answers": (m.Answer(before, (4, 0)),)}
-    d.say(e.Enrol, first, A.incarnation, SAME, e.Resumes(epoch, (6,), since=1, **in_round))
-    d.say(e.Enrol, second, B.incarnation, SAME, e.Resumes(epoch, (6,), since=6))
-    d.say(m.Join, second, B.incarnation, None)
-    assert d.say(m.Ready, second, B.incarnation, 0) == []
-    assert d.groups(d.say(m.Ready, first, A.incarnation, 5)) == [(0, 1)]
+    come_back(d, Epoch(4, (A, B), "pipeline 1 has come"), 8, None)
+    assert [type(reply) for _, reply in d.say(m.Join, second, B.incarnation, None)] == [e.Noted]
+    assert d.say(m.Ready, first, A.incarnation, 5, 8) == []
+    assert d.groups(d.say(m.Ready, second, B.incarnation, 0, 8)) == [(0, 1)]
 
 
-def test_a_round_is_broken_off_for_all_though_a_restarted_scheduler_knew_its_answer_from_a_member_only() -> None:
-    d, first, second = ElasticDialogue(AllPresent()), Worker(0, 0), Worker(0, 1)
-    epoch, before = Epoch(4, (A, B), "pipeline 1 has come"), Group((first, second), (0.5, 0.5), 8, "all", epoch=4)
-    knows = {"heard": 9, "joined": True, "answered": 5, "answers": (m.Answer(before, (5, 5)),)}
-    d.say(e.Enrol, second, B.incarnation, SAME, e.Resumes(epoch, (4,), since=1, **knows))
-    d.say(e.Enrol, first, A.incarnation, SAME, e.Resumes(epoch, (4,), since=1, heard=8, joined=True, answered=4))
-    assert d.groups(d.say(m.Ready, first, A.incarnation, 5, 8)) == [(0, 1)]
-    d.say(e.Beat, second, B.incarnation, (4,), 4, True, 0, Exchanging(8, (0, 1), 0))
-    d.say(m.Ready, first, A.incarnation, 6, 8)
-    told = [(peer, reply.stuck) for peer, reply in d.service.tick(0.1) if isinstance(reply, e.Now) and reply.stuck]
-    assert told == [(e.peer_of(second, B.incarnation), (8,))]
+def test_a_late_return_does_not_undo_a_leave() -> None:
+    """The heartbeats' socket may be slower than the training's."""
+    d, second, epoch = ElasticDialogue(), Worker(0, 1), Epoch(4, (A, B), "pipeline 1 has come")
+    come_back(d, epoch, 8, 8)
+    late = e.Enrol(second, B.incarnation, d.number + 1, SAME, e.Resumes(epoch, (4,), heard=8, joined=True))
+    d.number += 1
+    d.say(m.Leave, second, B.incarnation)
+    d.service.handle(e.peer_of(second, B.incarnation), late, 0.0)
+    assert d.service.groups.sessions.active_in(0) == [Worker(0, 0)]
+    assert d.groups(d.say(m.Ready, Worker(0, 0), A.incarnation, 5)) == [(0,)], "none waits for one that stays away"
+
+
+def stuck(replies: list[Addressed]) -> list[tuple[bytes, tuple[int, ...]]]:
+    return [(peer, reply.stuck) for peer, reply in replies if isinstance(reply, e.Now) and reply.stuck]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_exchange_that_a_member_never_heard_of_is_broken_off_at_once_after_a_restart(late: bool) -> None:
+    """The scheduler before died when one of two members had heard of group 8: the other one gets another group. Either
+    of them may come back first."""
+    d, epoch = ElasticDialogue(), Epoch(4, (A, B, C), "pipeline 2 has come")
+    exchange = Exchanging(8, (0, 1), 0)
+    for member, heard in ((A, 8), (C, 9), (B, 7))[:: -1 if late else 1]:
+        resumes = e.Resumes(epoch, (4,), heard=heard, joined=True)
+        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+        if member == A:
+            d.say(e.Beat, Worker(0, 0), A.incarnation, (4,), 4, True, 0, exchange)
+    told = e.peer_of(Worker(0, 0), A.incarnation), (8,)
+    assert stuck(d.service.tick(0.0)) == [told]
+    d.say(e.Beat, Worker(0, 0), A.incarnation, (4,), 4, True, 0, None, (8, -1))
+    group = Exchanging(10, (0, 1), 0)
+    d.say(e.Beat, Worker(0, 0), A.incarnation, (4,), 4, True, 0, group)
+    assert stuck(d.service.tick(3.0)) == [], "of this scheduler's groups all hear"
+
+
+def test_a_stage_goes_on_whose_other_stage_was_answered_by_the_scheduler_before() -> None:
+    """Which computes for the next iteration, and waits for what this one has still to train."""
+    d, epoch = ElasticDialogue(PartialReduce(group_size=2), 2), Epoch(4, (A, B), "pipeline 1 has come")
+    for member in (A, B):
+        for stage, answered in ((0, 4), (1, 5)):
+            resumes = e.Resumes(epoch, (4,), heard=8 + stage, joined=True, answered=answered)
+            d.say(e.Enrol, Worker(stage, member.pipeline), member.incarnation, SAME, resumes)
+    assert d.groups(d.say(m.Ready, Worker(0, 0), A.incarnation, 5)) == []
+    assert d.groups(d.say(m.Ready, Worker(0, 1), B.incarnation, 5)) == [(0, 1)]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -346,7 +352,7 @@ def broken_round() -> tuple[ElasticDialogue, Group]:
     """Of pipelines 0, 1 and 2, of which the last one lacks the outcome of the ninth round."""
     epoch = Epoch(4, (A, B, C), "pipeline 2 has come")
     d = ElasticDialogue(AllPresent())
-    resumes = e.Resumes(epoch, (epoch.number,), since=1, heard=8, joined=True, answered=4)
+    resumes = e.Resumes(epoch, (epoch.number,), heard=8, joined=True)
     for member in (A, B, C):
         d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     d.tick(4.0)

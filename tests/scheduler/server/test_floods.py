@@ -15,7 +15,7 @@ from lightning_sdpipe.membership.members import Enrolled, Epoch, Meets, Member, 
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.membership.recovery import MemberRecovery
-from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -25,7 +25,6 @@ from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS
 from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines, Lines
 from lightning_sdpipe.scheduler.server.server import Server
 from lightning_sdpipe.scheduler.server.service import SchedulerService
-from lightning_sdpipe.scheduler.server.session import ReportedAnswers
 from tests.patience import until
 from tests.scheduler.live_scheduler import serving
 
@@ -125,7 +124,7 @@ def test_the_reason_of_a_failure_is_cut() -> None:
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
     first = Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ())
-    returning, other = MemberRecovery(first, 10.0, lambda pipeline: 1, False), Worker(0, 1)
+    returning, other = MemberRecovery(first, 10.0, 1), Worker(0, 1)
     for number in range(1000):
         returning.hear_other(Enrolled(other, 6, {"model": f"{number}"}), Roster(1))
         returning.hear_other(Meets(other, 6, f"epoch {number}", b""), Roster(1))
@@ -137,16 +136,6 @@ def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
     assert membership.recovering
     assert membership._returning is not None
     assert not membership._returning.early
-
-
-def test_of_each_worker_only_the_last_report_of_answers_is_kept() -> None:
-    reported, reporter = ReportedAnswers(), Worker(0, 1)
-    for number in range(1000):
-        group = Group((Worker(0, 0), reporter), (0.5, 0.5), number, "made up")
-        reported.keep((m.Answer(group, (number, number)),), reporter)
-    assert {worker: list(answers) for worker, answers in reported.answers.items()} == {Worker(0, 0): [999]}
-    reported.keep((), reporter)
-    assert not reported.answers
 
 
 def test_keys_that_are_waited_for_are_counted() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
-from lightning_sdpipe.membership.members import FIXED, Epoch, Member
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import NoSync
@@ -22,7 +21,7 @@ from lightning_sdpipe.scheduler.client.reporting import HeardLeases
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
 from recipes.harness.late_messages import DelayedLines
 from tests.scheduler.live_scheduler import clients, serving
-from tests.scheduler.server.test_service import Addressed, Dialogue, beats, line
+from tests.scheduler.server.test_service import Addressed, Dialogue, line
 
 A, B = Worker(0, 0), Worker(0, 1)
 S = Segment(5, 0, 0, 20)
@@ -53,22 +52,6 @@ def test_a_lease_is_answered_once_and_for_all() -> None:
     assert "asked for lease 3 of its pipeline, which was dealt 2" in reply.reason
     ((_, reply),) = d.say(m.AskLease, Worker(0, 2), S, 0, Done(0))
     assert isinstance(reply, e.Refused)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_scheduler_that_is_started_again_hears_what_was_dealt_before_it_deals(known: bool) -> None:
-    """Whether the workers have heard of the first epoch or not."""
-    d = Dialogue(NoSync())
-    epoch = Epoch(1, (Member(0, 7), Member(1, 7)), "together") if known else Epoch(0, (), "")
-    book = Book(S, (Lease(S, 0, 0, 0, 0, 4, 0.0, 2.0),), False, Done(4))
-    d.enrolled |= {(A, 7), (B, 7)}
-    assert d.say(m.AskLease, A, S, 1, Done(4))[0][0] == beats(A), "the scheduler does not know it yet"
-    d.say(e.Enrol, A, FIXED, e.Resumes(epoch, (), book=book))
-    assert d.say(m.AskLease, A, S, 1, Done(4)) == []
-    replies = d.say(e.Enrol, B, FIXED, e.Resumes(epoch, ()))
-    (lease,) = (reply.lease for _, reply in replies if isinstance(reply, m.Dealt))
-    assert (lease.ordinal, lease.start) == (1, 4)
-    assert dealt(d.say(m.AskLease, A, S, 0, Done(4))) == book.leases[0]
 
 
 def test_a_worker_that_waits_for_a_lease_hears_of_those_that_others_have_still_to_train() -> None:

@@ -9,22 +9,19 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zmq
 
 from lightning_sdpipe.errors import SchedulerError
-from lightning_sdpipe.policies import Group, Reason, Worker
+from lightning_sdpipe.policies import Reason, Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.client import Callbacks
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
-from lightning_sdpipe.scheduler.server import process
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.scheduler.server.server import Endpoint, Server
 from tests.patience import until
@@ -112,52 +109,6 @@ def test_the_scheduler_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_training_goes_on_when_a_killed_scheduler_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every iteration of every worker is answered once, by a group all of whose members got it."""
-    keys = make_keys()
-    monkeypatch.setattr(process, "make_keys", lambda: keys)  # as a scheduler with a key file has them again
-    # nothing is enforced, since a worker that waits at the barrier below could be the one that others had to wait for
-    spec = SemiDecentralized(window=0.005, connectivity=None)
-    workers = [W(j, i) for j in range(2) for i in range(3)]
-    first = SchedulerProcess.embedded(spec, 2, 3)
-    halfway, restarted = threading.Barrier(len(workers) + 1), threading.Event()
-
-    def train(client: SchedulerClient) -> list[Group]:
-        groups = []
-        for iteration in range(60):
-            if iteration == 30:
-                halfway.wait()  # then some are answered while the scheduler dies, and some are not
-            client.ready(iteration)
-            groups.append(client.group())
-            if iteration == 40:
-                assert restarted.wait()
-        return groups
-
-    with (
-        clients(first.address, *workers, credentials=first.credentials) as made,
-        ThreadPoolExecutor(len(workers)) as pool,
-    ):
-        for client in made:
-            client.join()
-        futures = [pool.submit(train, client) for client in made]
-        halfway.wait()
-        assert first.bury() == -signal.SIGKILL
-        second = SchedulerProcess.embedded(spec, 2, 3, first.address)
-        restarted.set()
-        received = {client.worker: future.result() for client, future in zip(made, futures, strict=True)}
-        second.close()
-    first.close()
-    heard: dict[int, set[Worker]] = {}
-    for worker, groups in received.items():
-        assert len(groups) == 60
-        assert [group.sequence for group in groups] == sorted({group.sequence for group in groups})
-        for group in groups:
-            heard.setdefault(group.sequence, set()).add(worker)
-    for groups in received.values():
-        for group in groups:
-            assert heard[group.sequence] == set(group.members)
-
-
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*"])
 def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
     with SchedulerProcess.embedded(AllReduceModels(), 1, 1, bind) as scheduler:
@@ -175,16 +126,25 @@ def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
                     ask_status(address, credentials=stranger)
 
 
-def test_the_worker_with_whose_process_the_scheduler_ends_is_named_within_a_second() -> None:
+@pytest.mark.parametrize(
+    ("host", "whose"), [(None, "its process"), (W(0, 0), "its process, or that of the scheduler that it started,")]
+)
+def test_an_ordinary_run_ends_within_a_second_of_its_scheduler(host: Worker | None, whose: str) -> None:
+    """Whether the process of a worker has started it, which may have ended, or another program."""
     over: list[float] = []
     with SchedulerProcess.embedded(AllReduceModels(), 1, 2) as scheduler:
         told = Callbacks(ends=lambda _: over.append(time.monotonic()))
-        with clients(scheduler.address, W(0, 1), credentials=scheduler.credentials, host=W(0, 0), told=told) as (b,):
+        with clients(scheduler.address, W(0, 1), credentials=scheduler.credentials, host=host, told=told) as (b,):
             b.join()
             while b.wire._lifeline is None:
                 time.sleep(0.01)
             scheduler.signal(signal.SIGKILL)
             killed = time.monotonic()
-            assert b.first_failure(10.0) == Failure(W(0, 0), "it ended without a word, and the scheduler with it")
+            failure = b.first_failure(10.0)
+            assert failure is not None
+            assert failure.worker == host
+            assert (
+                f"{whose} ended without a word; an ordinary run ends with its scheduler, an elastic" in failure.reason
+            )
             until(lambda: over)  # said after the failure
             assert over[0] - killed < 1.0

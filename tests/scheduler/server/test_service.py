@@ -9,7 +9,7 @@ import pytest
 
 from lightning_sdpipe.dealing.leases import Done, Segment
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import FIXED, Epoch, Member
+from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Decision, Group, GroupPolicy, PolicyConfig, Reason, Worker, registry
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.events import SEGMENT
@@ -42,13 +42,6 @@ def of_interest(replies: list[Addressed]) -> list[Addressed]:
     return [(peer, reply) for peer, reply in replies if not isinstance(reply, e.Now) or reply.over is not None]
 
 
-def resuming(worker: Worker, number: int, *answers: m.Answer, joined: bool = True) -> e.Enrol:
-    """It was in a run of A and B."""
-    epoch = Epoch(1, (Member(0, 7), Member(1, 7)), "pipelines 0, 1 start together")
-    heard = max((answer.group.sequence for answer in answers), default=-1)
-    return e.Enrol(worker, 7, number, FIXED, e.Resumes(epoch, (), heard=heard, joined=joined, answers=answers))
-
-
 class Dialogue:
     """Talks to a service as workers would, which enrol before they say anything; numbers the requests, and has it look
     for contradictions in itself."""
@@ -72,11 +65,6 @@ class Dialogue:
 
     def join(self, worker: Worker, now: float = 0.0, incarnation: int = 7) -> list[Addressed]:
         return self.say(m.Join, worker, None, now=now, incarnation=incarnation)
-
-    def resume(self, worker: Worker, *answers: m.Answer, joined: bool = True, now: float = 0.0) -> list[Addressed]:
-        self.enrolled.add((worker, 7))
-        self.number += 1
-        return self.hear(beats(worker), resuming(worker, self.number, *answers, joined=joined), now)
 
     def beat(
         self,
@@ -253,38 +241,6 @@ def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
     assert d.states() == ["computing"]
 
 
-def test_a_late_rejoin_does_not_undo_a_leave() -> None:
-    """The heartbeats' socket may be slower than the training's."""
-    d = Dialogue()
-    d.join(A)
-    d.beat(A, True)
-    late = resuming(A, 10)
-    d.number = 10
-    d.say(m.Leave, A)
-    assert d.hear(beats(A), late) == []
-    assert d.states() == ["away"]
-
-
-def test_a_late_rejoin_does_not_undo_a_leave_of_which_a_new_scheduler_heard_first() -> None:
-    d = Dialogue()
-    late = resuming(B, 1)
-    d.number = 1
-    d.say(m.Leave, B)
-    assert d.hear(beats(B), late) == []
-    d.resume(A)
-    assert [reply.group.members for _, reply in d.say(m.Ready, A, 5) if isinstance(reply, m.Answer)] == [(A,)]
-    d.join(B)
-    assert d.states() == ["computing", "computing"]
-
-
-def test_a_new_scheduler_does_not_wait_for_a_worker_that_stays_away() -> None:
-    d = Dialogue()
-    d.resume(A)
-    assert d.say(m.Ready, A, 5) == []
-    assert d.service.status(0.0).held == 1
-    assert [reply.group.members for _, reply in d.resume(B, joined=False)] == [(A,)]
-
-
 def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     d = Dialogue()
     d.join(A)
@@ -299,44 +255,6 @@ def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     ((_, reply),) = d.say(m.Hello, A, None, incarnation=8)
     assert isinstance(reply, e.Refused)
     assert "failed first: out of memory; start it again for the next run" in reply.reason
-
-
-class TestRestart:
-    """A scheduler that died comes back knowing nothing; the workers know."""
-
-    def restarted(self) -> Dialogue:
-        """The old one answered A and B with group 41 and died before B heard of it."""
-        d = Dialogue()
-        ((peer, stranger),) = d.hear(line(A), m.Ready(A, 7, 1, 6))
-        assert (peer, type(stranger)) == (beats(A), e.Stranger)
-        d.number = 1
-        assert d.resume(A, m.Answer(group(A, B, sequence=41), (5, 5))) == []
-        return d
-
-    def test_a_worker_that_does_not_come_back_within_the_grace_ends_the_run(self) -> None:
-        d = self.restarted()
-        assert d.tick(9.9) == []
-        assert d.tick(10.0) != []
-        failure = d.service.failure
-        assert failure is not None
-        assert (failure.worker, failure.reason[:24]) == (B, "it did not come back to ")
-
-    def test_a_worker_that_finishes_before_all_are_back_is_let_go(self) -> None:
-        d = self.restarted()
-        d.say(m.Leave, A, now=1.0)
-        assert (beats(A), e.Noted(d.number + 1)) in d.say(e.Depart, A, True, now=1.0)
-        d.service.members.process_ended(A, 7, 2.0)
-        d.resume(B, now=3.0)
-        d.tick(3.5)
-        assert d.service.failure is None
-        d.join(B, now=4.0)
-        assert d.say(m.Ready, B, 6, now=4.0)[0][1] == m.Answer(group(B, sequence=42), (6,)), "it does not wait for A"
-
-    def test_who_left_while_it_was_held_is_not_answered(self) -> None:
-        d = self.restarted()
-        d.say(m.Leave, A)
-        noted = d.noted(A)
-        assert d.resume(B, joined=False) == noted
 
 
 def test_status_counts_what_passed_by() -> None:
