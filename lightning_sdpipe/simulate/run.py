@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision, Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Progress, Ready, Worker
@@ -153,8 +154,14 @@ def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
 
     Raises:
         BrokenRule: a decision of the policy cannot be carried out.
+        ConfigurationError: pipelines do not wait for the policy's groups.
     """
     if isinstance(policy, PolicyConfig):
+        if policy.rounds_are_apart:
+            raise ConfigurationError(
+                f"{registry.name_of(policy)!r} cannot be simulated: its pipelines train on while they are ready for a "
+                "round, and a simulation is of pipelines that wait for their groups; take 'no_sync', which never waits"
+            )
         work = replace(work, announce=work.announce or policy.announces)
         policy = registry.build(policy, work.num_stages, work.num_pipelines, work.depths)
     pipelines = Pipelines(policy, work)

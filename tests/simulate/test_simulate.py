@@ -13,8 +13,10 @@ from lightning_sdpipe.heterogeneity import Delays, Static, Trace
 from lightning_sdpipe.policies import Decision, Event, Group, Joined, Left, Progress, Ready, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.policies.built_in import POLICIES
 from lightning_sdpipe.policies.decisions import BrokenRule
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy, NoSync
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.simulate import Work, jittered, simulate
 
@@ -130,6 +132,17 @@ def test_who_is_never_answered_is_stuck() -> None:
     run = simulate(Wrong("nobody"), Work(1, 2, 3))
     assert run.stuck == [Worker(0, 0), Worker(0, 1)]
     assert run.throughput == 0.0
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_every_policy_runs_to_the_end_or_is_refused(kind: type[PolicyConfig]) -> None:
+    for form in kind.forms:
+        config, work = kind(**form), Work(2, 4, 6, jittered(1.0, 0.2))
+        if config.rounds_are_apart:
+            with pytest.raises(ConfigurationError, match=r"its pipelines train on .* take 'no_sync'"):
+                simulate(config, work)
+        else:
+            assert simulate(config, work).stuck == []
 
 
 @pytest.mark.parametrize(
