@@ -1,4 +1,4 @@
-"""A user's script in a copy of this process, which has imported everything already, with a session of its own."""
+"""Run a user's script in a fork of this process, which has imported everything, in a session of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.patience import explained, limit
 
 @dataclass(frozen=True)
 class Script:
-    """What runs: ``process`` leads a session, in which all processes that it starts stay."""
+    """A script that runs. ``process`` leads a session, and all processes that it starts stay in it."""
 
     process: BaseProcess
     output: Path
@@ -40,14 +40,14 @@ class Script:
         return self.output.read_text()
 
     def wait(self) -> int:
-        """Its exit code, as multiprocessing has it: negative if a signal ended it."""
+        """Wait for the end and return the exit code, as multiprocessing has it: negative if a signal was the cause."""
         with explained(self.printed):
             self.process.join()
         assert self.process.exitcode is not None
         return self.process.exitcode
 
     def left(self, seconds: float = 5) -> list[str]:
-        """The commands of those in its session that have not ended soon."""
+        """Return the commands of the processes of the session that do not end soon."""
         deadline = time.monotonic() + limit(seconds).total_seconds()
         while (found := [command for _, command in self._members()]) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -106,6 +106,6 @@ def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) ->
 
 
 def module(name: str, *arguments: str) -> None:
-    """What ``python -m name arguments...`` runs, as the main function of a :func:`script`."""
+    """Do what ``python -m name arguments...`` does, as the main function of a :func:`script`."""
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)

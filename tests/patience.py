@@ -56,7 +56,7 @@ _POLLS = "polls"  # the name of a thread meanwhile
 
 @contextmanager
 def explained(say: Callable[[], object]) -> Iterator[None]:
-    """Adds what ``say`` returns to the failure of a test that is stuck in the body."""
+    """Add what ``say`` returns to the failure of a test that is stuck in the body of this context."""
     try:
         yield
     except pytest.fail.Exception as stuck:
@@ -65,7 +65,7 @@ def explained(say: Callable[[], object]) -> Iterator[None]:
 
 
 def until(holds: Callable[[], Found], say: Callable[[], object] = str) -> Found:
-    """Polls until ``holds`` returns something true, and returns that; a failure says what ``say`` returns, too."""
+    """Poll until ``holds`` returns something true, and return that; a failure also says what ``say`` returns."""
     name = Path("/proc/thread-self/comm")
     before = name.read_text()
     name.write_text(_POLLS)
@@ -88,7 +88,7 @@ def limit(seconds: float = 20.0) -> timedelta:
 
 
 def spent(process: int, thread: int) -> tuple[int, int]:
-    """Nanoseconds that a thread has run, and that it has waited for a core."""
+    """Return the nanoseconds that a thread has run, and those that it has waited for a core."""
     run, waited, _ = Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()
     return int(run), int(waited)
 
@@ -136,7 +136,7 @@ class _Watch:
         self.thread.start()
 
     def _register(self) -> None:
-        """Again for each test and in each fork, since a Trainer that ends resets all signals."""
+        """Register the signal, again for each test and in each fork, because a Trainer that ends resets all signals."""
         faulthandler.unregister(SIGNAL)  # else it takes itself for registered still
         faulthandler.register(SIGNAL, self._file, all_threads=True)
 
@@ -150,7 +150,7 @@ class _Watch:
         self.phase = None
 
     def look(self) -> tuple[int, int]:
-        """Nanoseconds that all have run, and waited for a core, since this process began."""
+        """Return the nanoseconds that all threads have run or waited for a core since this process began."""
         with self._lock:
             run, waited = self.spent
             now: dict[tuple[int, int], tuple[int, int]] = {}
@@ -181,7 +181,7 @@ class _Watch:
                 self._report(f"stuck: used {used / seconds / 1e7:.2f} % of a core over {seconds:.0f} s in {self.phase}")
 
     def _report(self, what: str) -> None:
-        """Fails the test; ends this process if the first time was without effect."""
+        """Fail the test; end this process if failing it once before had no effect."""
         self._stuck, self.ever_stuck = self._stuck + 1, True
         self.said = f"{what}\n{self._stacks()}"
         if self._stuck > 1:
@@ -204,7 +204,7 @@ class _Watch:
         return Path(self._file.name).read_bytes()[begin:].decode(errors="replace")
 
     def _ask_for_stacks(self, process: int) -> None:
-        """Until it has written some, and nothing more for a while; else those of two processes mix."""
+        """Ask a process for its stacks, and wait until it has written them: those of two processes would mix."""
         sizes = [os.stat(self._file.name).st_size]
         os.kill(process, SIGNAL)
         while len(sizes) < 100 and not sizes[0] < sizes[-1] == sizes[-4:][0]:

@@ -1,4 +1,4 @@
-"""Runs a function in several processes that are connected by gloo; and a port for other processes."""
+"""Run a function in several processes that gloo connects, and find ports for other processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.patience import limit
 
 
 def free_port() -> int:
-    """That no connection will get in the meantime, and a port that was asked of the system might be."""
+    """Return a free port outside of the range from which the kernel takes those of connections."""
     port = environment.free_port()
     assert port is not None
     return port
 
 
 def listening(port: int | None = None) -> list[str]:
-    """The addresses at which this process listens for TCP connections: at ``port``, or at any."""
+    """Return the addresses at which this process listens for TCP connections: those at ``port``, or all."""
     links = [entry.resolve().name for entry in Path("/proc/self/fd").iterdir()]
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     found = set()
@@ -36,7 +36,7 @@ def listening(port: int | None = None) -> list[str]:
 
 
 def run_workers(count: int, work: Callable[..., Any], *arguments: Any, lost: Collection[int] = ()) -> list[Any]:
-    """What ``work(rank, *arguments)`` returns on each of ``count`` ranks, None for those of ``lost`` that die; raises
-    what ranks raised. What gloo does may take as long as a limit of the product."""
+    """Return what ``work(rank, *arguments)`` returns on each of ``count`` ranks; None for those of ``lost`` that die.
+    Raise what ranks raised. A transfer may take as long as :func:`~tests.patience.limit` allows."""
     seconds = limit(AFTER_A_FAILURE).total_seconds()
     return run_processes(count, work, *arguments, transfer_timeout=limit(), lost=lost, after_failure=seconds)

@@ -106,70 +106,70 @@ class SDPipeStrategy(DDPStrategy):
     is that of one pipeline. ``options`` holds the resolved arguments.
 
     Args:
-        num_stages: M, the stages of a pipeline, which must divide the number of workers. Or a list with those of each
-            pipeline, as ``[1, 2, 2]`` for five workers. Default: ``1``.
-        sync: the synchronisation method, as ``AllReduce()`` or by its name, as ``"all_reduce"``, with its defaults. Or
-            a policy of your own, or its import path, as ``"my_package.policies:RoundRobin"``. Default: ``None``, which
-            is ``SemiDecentralized()``.
+        num_stages: number M of stages of a pipeline, which must divide the number of workers; or a list with the number
+            of each pipeline, such as ``[1, 2, 2]`` for five workers. Default: ``1``.
+        sync: the synchronisation method: an object such as ``AllReduce()``, or the name of one with its defaults, such
+            as ``"all_reduce"``. Or a policy of your own, or its import path, such as
+            ``"my_package.policies:RoundRobin"``. Default: ``None``, which is ``SemiDecentralized()``.
         schedule: the order of forwards and backwards. ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"`` and
             ``"zero_bubble"`` finish a mini-batch before the optimizer steps; ``"pipedream"`` overlaps mini-batches,
             with gradients that are up to M − 1 updates late. Default: ``"1f1b"``.
-        stages_per_worker: stages that a worker runs under ``"interleaved_1f1b"`` and ``"zero_bubble"``, ``num_stages``
-            apart; refused with other schedules. Default: ``2``.
-        num_micro_batches: parts of a mini-batch that are in the pipeline at the same time; refused with
+        stages_per_worker: how many stages a worker runs with ``"interleaved_1f1b"`` and ``"zero_bubble"``; they are
+            ``num_stages`` apart. Refused with other schedules. Default: ``2``.
+        num_micro_batches: how many parts of a mini-batch are in the pipeline at the same time. Refused with
             ``"pipedream"``, which does not split mini-batches. Default: ``None``, which is ``num_stages``, or the
-            largest of several.
+            largest number of its list.
         partition: where the model is cut: ``"auto"`` (by counted operations), ``"uniform"`` (equally many blocks),
-            ``"parameters"``, ``"balanced"`` (by measured times), :class:`~lightning_sdpipe.Balanced` with options, or
-            the number of blocks of each stage; ``"placed"`` for those in the file of ``placement``. With a list of
-            ``num_stages`` it may be a list for each pipeline, as ``[[26], [13, 13], [15, 11]]``. Default: ``"auto"``.
-        blocks: paths of the modules that form the chain, in the order in which they run, where ``*`` stands for one
-            part of a path. Default: ``None``, which finds them.
-        exchange: how tensors move between replicas, as ``Exchange(EightBit(), overlap="step", hierarchy="hosts")``, or
-            the name of a payload, as ``"eight_bit"``; refused where the method does not allow it. Default: ``None``,
-            which is in full precision, without overlap or hierarchy.
-        placement: the file of ``sdpipe place``, which says which device runs which stage; refused on other hosts or
-            another mesh. Default: ``None``, by which consecutive ranks form a pipeline.
+            ``"parameters"``, ``"balanced"`` (by measured times), :class:`~lightning_sdpipe.Balanced` with options, the
+            number of blocks of each stage, or ``"placed"`` for the cut in the file of ``placement``. If ``num_stages``
+            is a list, it may be a list for each pipeline, such as ``[[26], [13, 13], [15, 11]]``. Default: ``"auto"``.
+        blocks: paths of the modules that form the chain, in the order in which they run; ``*`` stands for one part of a
+            path. Default: ``None``: they are found.
+        exchange: how tensors move between replicas: an object such as ``Exchange(EightBit(), overlap="step",
+            hierarchy="hosts")``, or the name of a payload, such as ``"eight_bit"``. Refused where the method does not
+            allow it. Default: ``None``: in full precision, without overlap or hierarchy.
+        placement: the file of ``sdpipe place``, which says which device runs which stage. Refused on other hosts or
+            another mesh. Default: ``None``: consecutive ranks form a pipeline.
         data: ``"dealt"`` deals batches to pipelines by their speed, and is refused where the method or the loader does
             not allow it; ``"sharded"`` gives each pipeline its own shard; ``"auto"`` deals where it can. Default:
             ``"auto"``.
-        batch_by_speed: let the pipelines share one batch of N times the size, each as many of its
-            ``N × num_micro_batches`` micro-batches as its speed allows; needs ``sync=AllReduce()`` and several
-            micro-batches. Default: ``False``.
-        delays: slowness to inject, from :mod:`lightning_sdpipe.heterogeneity`, in order to study stragglers. Default:
-            ``None``.
-        scheduler: address of a running ``sdpipe scheduler``, as ``"tcp://10.0.0.1:5555"``; its policy replaces that of
-            ``sync``. Default: ``None``, which is the environment variable ``SDPIPE_SCHEDULER``, or else a scheduler
-            that rank 0 starts.
-        scheduler_key_file: the workers' keys for that scheduler, from ``sdpipe keygen``. Default: ``None``, which is
-            the environment variable ``SDPIPE_KEY_FILE``.
-        log_dir: directory on rank 0's machine for ``scheduler.jsonl``, with every event and decision of the scheduler
-            that rank 0 starts. Default: ``None``, no log.
+        batch_by_speed: let the pipelines share one batch of N times the size: each trains as many of its ``N ×
+            num_micro_batches`` micro-batches as its speed allows. Needs ``sync=AllReduce()`` and several micro-batches.
+            Default: ``False``.
+        delays: slowness to inject, from :mod:`lightning_sdpipe.heterogeneity`, to study stragglers. Default: ``None``.
+        scheduler: address of a running ``sdpipe scheduler``, such as ``"tcp://10.0.0.1:5555"``; its policy replaces
+            that of ``sync``. Default: ``None``: the environment variable ``SDPIPE_SCHEDULER``, or else a scheduler that
+            rank 0 starts.
+        scheduler_key_file: the workers' keys for that scheduler, from ``sdpipe keygen``. Default: ``None``: the
+            environment variable ``SDPIPE_KEY_FILE``.
+        log_dir: directory on rank 0's machine in which the scheduler that rank 0 starts writes every event and
+            decision, into ``scheduler.jsonl``. Default: ``None``: no log.
         variance_correction: correct the second moments of an optimizer of the Adam family for the averaging of models
             (:class:`~lightning_sdpipe.optim.VarianceCorrection`), by the number of pipelines. Default: ``False``.
-        dynamic_shapes: the output shapes of a block may differ between batches of equal shapes. Default: ``False``.
-        save_distributed_checkpoint: each rank writes its own part of a checkpoint, which then is a directory; with
-            ``"async"`` in the background. Default: ``False``, by which rank 0 writes one file.
-        gather_module: give every worker the whole module again after a run; with a ``start_method`` other than
-            ``"popen"``, the user's process only. Default: ``None``, which gathers a module that was whole before.
+        dynamic_shapes: whether the output shapes of a block may differ between batches of equal shapes. Default:
+            ``False``.
+        save_distributed_checkpoint: let each rank write its own part of a checkpoint, which is then a directory;
+            ``"async"`` writes in the background. Default: ``False``: rank 0 writes one file.
+        gather_module: whether every worker gets the whole module again after a run; with a ``start_method`` other than
+            ``"popen"``, only the process that you started does. Default: ``None``: if the module was whole before.
         on_nonfinite: ``"stop"`` ends the run when the loss, gradients or parameters of a pipeline are not finite,
-            before its model reaches the others; in 16-bit mixed precision, where losses and gradients may overflow,
-            only when parameters are not. ``"continue"`` does not look, nor does a run with ``SpikeDetection``, which
-            decides that itself. Default: ``"stop"``.
-        on_checkpoint_error: ``"stop"`` ends the run when a checkpoint cannot be written (a full disk); ``"continue"``
-            reports it, keeps the last whole checkpoint, and is refused with ``save_distributed_checkpoint``. Default:
-            ``None``, which is ``"continue"`` in elastic runs and ``"stop"`` in others.
-        timeout: longest time that a transfer or an answer may take before the run ends with an error. Default:
+            before its model reaches the others. In 16-bit mixed precision, where losses and gradients may overflow,
+            only parameters count. ``"continue"`` does not check, nor does a run with the callback ``SpikeDetection``,
+            which decides for itself. Default: ``"stop"``.
+        on_checkpoint_error: ``"stop"`` ends the run when a checkpoint cannot be written (a full disk). ``"continue"``
+            reports that and keeps the last whole checkpoint; it is refused with ``save_distributed_checkpoint``.
+            Default: ``None``: ``"continue"`` in elastic runs and ``"stop"`` in others.
+        timeout: longest time that a transfer or an answer may take; after it the run ends with an error. Default:
             ``timedelta(minutes=30)``.
         start_method: how the other processes of a machine start: ``"popen"`` runs the command line again; ``"fork"``
             copies this process, which is quicker and works in notebooks, before CUDA is used; ``"forkserver"`` and
-            ``"spawn"`` pickle the Trainer. Default: ``"popen"``.
-        process_group_backend: ``"gloo"``, ``"nccl"``, or one for each kind of device, as ``"cpu:gloo,cuda:nccl"``.
-            Default: ``None``, which follows the accelerator.
+            ``"spawn"`` pickle the Trainer, and need a script with ``if __name__ == "__main__":``. Default: ``"popen"``.
+        process_group_backend: ``"gloo"``, ``"nccl"``, or one for each kind of device, such as ``"cpu:gloo,cuda:nccl"``.
+            Default: ``None``: the accelerator's.
         accelerator: set by the Trainer. Default: ``None``.
         parallel_devices: the devices of this machine, set by the Trainer. Default: ``None``.
-        cluster_environment: how processes are started and find each other, set by the Trainer. Default: ``None``,
-            which detects torchrun and SLURM.
+        cluster_environment: how processes are started and find each other, set by the Trainer. Default: ``None``:
+            torchrun and SLURM are detected.
         checkpoint_io: reads and writes checkpoint files. Default: ``None``, Lightning's.
         precision_plugin: replaces ``Trainer(precision=…)``. Default: ``None``.
 

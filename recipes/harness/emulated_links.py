@@ -47,7 +47,7 @@ class Card:
         threading.Thread(target=self._deliver, daemon=True).start()
 
     def send(self, to: int, size: int, start: Callable[[], dist.Work]) -> Held:
-        """Call ``start`` when a message of so many bytes would have arrived."""
+        """Call ``start`` when a message of this many bytes would have arrived."""
         held = Held(start)
         with self._changed:
             sent_at = time.monotonic()
@@ -67,7 +67,7 @@ class Card:
 
 
 class Held:
-    """A transfer that has not begun yet; waits as a ``dist.Work`` does."""
+    """A transfer that has not begun yet, with the interface of a ``dist.Work``."""
 
     def __init__(self, start: Callable[[], dist.Work]) -> None:
         self._start = start
@@ -95,7 +95,7 @@ class Held:
 
 @contextmanager
 def emulated_links(network: Network) -> Iterator[None]:
-    """Processes that are forked meanwhile, and this one, send over ``network``, whose device i is rank i."""
+    """Make this process, and those that it forks meanwhile, send over ``network``, whose device i is rank i."""
     latency, bandwidth = network.latency(), network.bandwidth()
     cards: dict[int, Card] = {}  # one of each process: a fork inherits none, since no thread survives it
     real = dist.ProcessGroup.send

@@ -33,7 +33,7 @@ AT_ONCE = 65536
 
 
 class Late:
-    """A message that is received; waits as a ``dist.Work`` does."""
+    """A message to be received, with the interface of a ``dist.Work``."""
 
     def __init__(self, work: Any, limit: timedelta, seconds: float) -> None:
         self._seconds = seconds
@@ -43,7 +43,7 @@ class Late:
         threading.Thread(target=self._receive, args=[work, limit], name="late message", daemon=True).start()
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
-        """Wait until it has arrived late; ``limit`` has been that of the message itself."""
+        """Wait for the message and for its latency; ``limit`` is that of the message alone."""
         self._came.wait()
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure

@@ -26,7 +26,7 @@ class NotAllowed(Exception):
 
 @contextmanager
 def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
-    """Names of so many namespaces, whose addresses are :func:`address`. Links without a rate are as fast as they can.
+    """Make ``count`` hosts and yield their names; see :func:`address`. Without a rate, links are not slowed down.
 
     Raises:
         NotAllowed: there is no root, or no command, or the kernel refuses.
@@ -58,17 +58,17 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
 
 
 def plug(number: int, on: bool) -> None:
-    """Join the cable of one of the :func:`hosts` that this process made, or pulls it."""
+    """Plug in the cable of one of the :func:`hosts` that this process made, or pull it."""
     _run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if on else "down")
 
 
 def part(number: int) -> None:
-    """From now on it cannot reach any other that this was called for."""
+    """Cut this host off from every other one for which this function was called."""
     _run("ip", "-n", _switch(), "link", "set", f"port{number}", "type", "bridge_slave", "isolated", "on")
 
 
 def slow_down(number: int, rate_mbit: float, burst: int = BURST) -> None:
-    """Its cable carries no more in either direction from now on, but for ``burst`` bytes at once."""
+    """Limit the rate of this host's cable in both directions; ``burst`` bytes at once may pass."""
     for owner, device in _ends(number):
         bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", "10s")
         _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
@@ -82,7 +82,7 @@ def enter(name: str) -> None:
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """The calling thread is in a namespace meanwhile."""
+    """Move the calling thread into a namespace for the body of this context."""
     with Path("/proc/thread-self/ns/net").open() as before:
         enter(name)
         try:
@@ -113,7 +113,7 @@ def _enter(namespace: int, name: str) -> None:
 
 
 def _ends(number: int) -> list[tuple[str, str]]:
-    """Of its cable: their namespaces and devices."""
+    """Return the namespace and the device of both ends of this host's cable."""
     return [(_name(number), INTERFACE), (_switch(), f"port{number}")]
 
 

@@ -1,4 +1,4 @@
-"""A function in several processes that gloo connects, on this machine or on hosts that are namespaces of it."""
+"""Run a function in several processes that gloo connects, on this machine or on hosts that are its namespaces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_processes(
     transfer_timeout: timedelta = TRANSFER_TIMEOUT,
     **waits: Any,
 ) -> list[Result]:
-    """Works as :func:`in_processes`, of ranks that gloo connects."""
+    """Do what :func:`in_processes` does, in ranks that gloo connects."""
     with tempfile.TemporaryDirectory() as directory:
         connected = partial(_connected, [], f"file://{directory}/store", count, transfer_timeout, work)
         return in_processes(count, connected, *arguments, **waits)
@@ -51,7 +51,7 @@ def run_processes(
 def run_on_hosts(
     hosts: Sequence[str], port: int, work: Callable[..., Result], *arguments: Any, timeout: float
 ) -> list[Result]:
-    """Works as :func:`run_processes`, with a rank on each of ``hosts``, whose names may repeat. The first of all
+    """Do what :func:`run_processes` does, with a rank on each of ``hosts``, whose names may repeat. The first of all
     namespaces listens at ``port``, and a transfer may take half of ``timeout``."""
     store, limit = f"tcp://{namespaces.address(0)}:{port}", timedelta(seconds=timeout / 2)
     placed = partial(_connected, hosts, store, len(hosts), limit, work)
@@ -76,7 +76,7 @@ def _connected(
 
 
 def be_rank(rank: int, count: int, port: int | None, **more: object) -> None:
-    """Put what torchrun would into the environment of this process, with all ranks on this machine but for ``more``."""
+    """Set the environment variables that torchrun sets for a rank, with all ranks on this machine, and ``more``."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "harness"}
     os.environ |= {name: str(value) for name, value in (place | meet | more).items()}

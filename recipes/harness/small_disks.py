@@ -17,7 +17,7 @@ _FILLER = ".filler"
 
 @contextmanager
 def disk(place: Path) -> Iterator[None]:
-    """``place`` is a directory on a disk of its own meanwhile.
+    """Make ``place`` a directory on a disk of its own for the body of this context.
 
     Raises:
         NotAllowed: it cannot be mounted.
@@ -47,5 +47,5 @@ def fill(place: Path) -> None:
 
 
 def empty(place: Path) -> None:
-    """Give it back."""
+    """Give the space back."""
     (place / _FILLER).unlink()

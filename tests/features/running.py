@@ -1,4 +1,4 @@
-"""Two pipelines of two stages in real processes, as torchrun would start them."""
+"""Run trainings as two pipelines of two stages, in real processes, and compare them with one process."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[a
 
 
 def train_before_forks(directory: Path) -> None:
-    """What Python and Lightning remember from the first training on, and the callbacks that a Trainer looks for in all
-    packages, are half of the processor time of a short training, and every fork would find them out again."""
+    """Train once in this process, so that its forks need not repeat what a first training costs: imports, caches of
+    Lightning, and the search for callbacks in all packages are half of the processor time of a short one."""
     with torch.random.fork_rng():
         one_process(directory, enable_checkpointing=True).fit(Regression(), train_loader(), eval_loader())
 
 
 def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> list[Any]:
-    """What ``work(*arguments)`` returns on each rank."""
+    """Return what ``work(*arguments)`` returns on each rank."""
     return run_workers(count, as_torchrun, free_port(), count, work, arguments)
 
 
 def as_torchrun(rank: int, port: int, count: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Calls ``work`` in the environment of one rank of ``count``."""
+    """Call ``work`` in the environment that torchrun gives one rank of ``count``."""
     be_rank(rank, count, port)
     with mock.patch.object(SDPipeStrategy, "on_exception", _let_go):
         return work(*arguments)
 
 
 def _let_go(strategy: SDPipeStrategy, exception: BaseException, heard: Any = SDPipeStrategy.on_exception) -> None:
-    """The others hear of an error, which the work may expect, by connections that are closed."""
+    """Close the connections at the end of this rank, so that others learn of an error, which the work may expect."""
     processes.holds = False
     heard(strategy, exception)
 
 
 def pipelines(directory: Path, strategy: SDPipeStrategy | None = None, **options: Any) -> L.Trainer:
-    """A Trainer on four ranks."""
+    """Return a Trainer for four ranks."""
     strategy = strategy or SDPipeStrategy(num_stages=2, sync=AllReduce())
     return quiet_trainer(
         default_root_dir=directory, strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), **options
@@ -64,17 +64,17 @@ def pipelines(directory: Path, strategy: SDPipeStrategy | None = None, **options
 
 
 def one_process(directory: Path, **options: Any) -> L.Trainer:
-    """What the pipelines are compared with."""
+    """Return a Trainer for one process, with which the pipelines are compared."""
     return quiet_trainer(default_root_dir=directory, devices=1, **options)
 
 
 def trainer_of_this_process(directory: Path, **options: Any) -> L.Trainer:
-    """On four ranks or alone: for a function that runs in both ways, to be compared."""
+    """Return a Trainer for four ranks or for one process, in a function that runs in both ways to be compared."""
     return pipelines(directory, **options) if on_pipelines() else one_process(directory, **options)
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:
-    """A Trainer on CPUs that says nothing, and saves nothing without a callback for it."""
+    """Return a Trainer on CPUs that prints nothing, and saves nothing unless a callback does."""
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     given = options.get("callbacks") or []
     saves = any(isinstance(callback, Checkpoint) for callback in (given if isinstance(given, list) else [given]))
@@ -117,7 +117,7 @@ Outcome = tuple[dict[str, Tensor], dict[str, float], list[Any]]
 
 
 def fitted(directory: Path, module: Regression | None = None, loaders: Any = None, **options: Any) -> Outcome:
-    """Train a module, on four ranks or alone."""
+    """Train a module on four ranks or in one process, and return the Trainer."""
     trainer, module = trainer_of_this_process(directory, **options), module or Regression()
     trainer.fit(module, *(loaders or (train_loader(), eval_loader())))
     compared = [name for name in trainer.callback_metrics if name in ("loss_epoch", "val_loss", "both")]
@@ -126,8 +126,8 @@ def fitted(directory: Path, module: Regression | None = None, loaders: Any = Non
 
 
 def compare(directory: Path, runs: Mapping[str, Callable[[Path], Outcome]]) -> None:
-    """Each of the runs trains, and what it leaves on four ranks is what it leaves in one process. All of them share the
-    four processes."""
+    """Assert that each of the runs leaves on four ranks what it leaves in one process. All runs share the four
+    processes."""
 
     def run(path: Path) -> dict[str, Outcome]:
         return {name: run(path / name) for name, run in runs.items()}
@@ -148,7 +148,7 @@ def refuse(
     loaders: Any = None,
     **options: Any,
 ) -> None:
-    """Training ends with these words."""
+    """Assert that training on four ranks ends with these words."""
     with pytest.raises((ConfigurationError, MisconfigurationException, WorkerFailedError), match=re.escape(error)):
         pipelines(directory, strategy, **options).fit(module, *(loaders or (train_loader(), eval_loader())))
 
@@ -177,12 +177,12 @@ def eval_loader(count: int = SAMPLES) -> DataLoader[Any]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds."""
+    """Return the weights that this rank holds."""
     return {name: value.clone() for name, value in module.state_dict().items() if not value.is_meta}
 
 
 def assert_same(parts: list[dict[str, Tensor]], whole: dict[str, Tensor], **tolerance: float) -> None:
-    """The parts of all ranks make up ``whole``."""
+    """Assert that the parts of all ranks make up ``whole``."""
     assert set().union(*parts) == set(whole)
     for part in parts:
         for name, value in part.items():
