@@ -47,16 +47,6 @@ def test_no_other_cut_has_a_faster_slowest_stage(problem: Problem) -> None:
     assert slowest == min(max(stage_times(problem, cut)) for cut in every_cut(len(seconds), len(speeds)))
 
 
-def test_a_device_of_half_the_speed_gets_half_the_work() -> None:
-    spans, slowest = balance([1.0] * 9, [0.0] * 8, [1.0, 0.5])
-    assert spans == (range(6), range(6, 9))
-    assert slowest == 6.0
-
-
-def test_a_wide_cut_is_avoided() -> None:
-    assert balance([1.0] * 4, [0.0, 3.0, 0.1], [1.0, 1.0])[0] == (range(1), range(1, 4))
-
-
 def test_a_cut_that_cannot_be_made_is_not() -> None:
     assert balance([1.0] * 4, [0.0, math.inf, math.inf], [1.0, 1.0])[0] == (range(1), range(1, 4))
     with pytest.raises(ConfigurationError, match="cannot travel"):

@@ -138,11 +138,6 @@ def test_a_bandwidth_must_be_positive() -> None:
         Balanced(optimizer_state=-1)
 
 
-def test_module_spans_cover_the_chain() -> None:
-    made = Plan((("a", "b"), ("c",), ("d", "e", "f")), (range(2), range(2, 3)))
-    assert made.module_spans == (range(3), range(3, 6))
-
-
 def test_pipelines_have_one_chain_and_cuts_of_their_own() -> None:
     cuts = [PipelineCut(1, "balanced"), PipelineCut(2, Balanced(speeds=[1, 3])), PipelineCut(3, [1, 4, 1])]
     made = plans(chain(*[1] * 7), cuts, measure=lambda blocks: [BlockProfile(1, 1, 0, 0) for _ in blocks])

@@ -170,13 +170,18 @@ def test_a_pipeline_is_ready_when_all_of_its_stages_are() -> None:
     assert ready(policy, (1, 1, 0)) == []
 
 
-def test_stages_at_different_iterations_come_together_again() -> None:
+def with_a_stage_ahead() -> GroupPolicy:
     """Stage 0 of pipeline 0 fell silent, and stage 1 went on without it."""
     policy = PartialReduce(group_size=2).make_policy(2, 2)
     join_all(policy, 2, 2)
     policy.on(Left(W(0, 0)), 0.0)
     assert len(ready(policy, (1, 0, 4), (0, 1, 4), (1, 1, 4))) == 2
     policy.on(Joined(W(0, 0)), 1.0)
+    return policy
+
+
+def test_stages_at_different_iterations_come_together_again() -> None:
+    policy = with_a_stage_ahead()
     assert ready(policy, (1, 0, 5), (0, 1, 5), (1, 1, 5)) == []
     groups = ready(policy, (0, 0, 4))
     assert brief(groups) == [(0, (0, 1), Reason.EVERYBODY_CAME), (1, (1,), Reason.EVERYBODY_CAME)]
@@ -185,11 +190,7 @@ def test_stages_at_different_iterations_come_together_again() -> None:
 
 
 def test_who_is_ahead_of_a_stage_that_left_is_not_forgotten() -> None:
-    policy = PartialReduce(group_size=2).make_policy(2, 2)
-    join_all(policy, 2, 2)
-    policy.on(Left(W(0, 0)), 0.0)
-    ready(policy, (1, 0, 4), (0, 1, 4), (1, 1, 4))
-    policy.on(Joined(W(0, 0)), 1.0)
+    policy = with_a_stage_ahead()
     assert ready(policy, (1, 0, 5), (0, 0, 4)) == []
     assert policy.on(Left(W(0, 0)), 2.0) == [], "pipeline 0 is ready with iteration 5 of stage 1 now"
     assert brief(ready(policy, (0, 1, 5), (1, 1, 5))) == [

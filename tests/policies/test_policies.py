@@ -31,6 +31,7 @@ from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.decisions import check_group
 from lightning_sdpipe.policies.local_sgd import LocalSGD, LocalSGDPolicy, NoSync
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
+from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -43,7 +44,7 @@ W = Worker
 
 semi_decentralized = st.builds(
     SemiDecentralized,
-    window=st.sampled_from([0.0, 0.5, 2.0, "auto", "paper"]),
+    window=st.sampled_from([0.0, 0.01, 0.5, 2.0, "auto", "paper"]),
     connectivity=st.sampled_from([1, 2, 3, 5, None]),
     max_group=st.sampled_from([None, 2, 3]),
     connectivity_unit=st.sampled_from(["rounds", "groups"]),
@@ -279,9 +280,10 @@ TestAnyPolicy.settings = settings(
 )
 
 
-@settings(max_examples=settings.default.max_examples // 4, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(
-    spec=st.sampled_from([LocalSGD(every=3), NoSync(), ADPSGD(seed=3), ADPSGD(asynchronous=True), PHDPSGD()]),
+    spec=semi_decentralized
+    | st.sampled_from([LocalSGD(every=3), NoSync(), ADPSGD(seed=3), ADPSGD(asynchronous=True), PHDPSGD()]),
     stages=st.integers(1, 8),
     pipelines=st.integers(2, 64),
     asynchronous=st.booleans(),
@@ -290,8 +292,13 @@ TestAnyPolicy.settings = settings(
 def test_pipelines_never_get_stuck(
     spec: PolicyConfig, stages: int, pipelines: int, asynchronous: bool, seed: int
 ) -> None:
+    policy = spec.make_policy(stages, pipelines)
     iterations = max(3, min(20, 2000 // (stages * pipelines)))
-    assert simulate(spec, straggling(stages, pipelines, iterations, seed, asynchronous)).stuck == []
+    delay, probability = 5 * uniform(seed, 0), uniform(seed, 1) / 2
+    assert (
+        simulate(policy, straggling(stages, pipelines, iterations, seed, asynchronous, delay, probability)).stuck == []
+    )
+    assert (policy.deadline(), getattr(policy, "token_holder", None)) == (None, None)
 
 
 def test_local_sgd_averages_every_third_iteration_only() -> None:

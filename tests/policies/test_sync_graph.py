@@ -32,6 +32,14 @@ def met(*parts: list[int], first: int = 0) -> list[Group]:
     ]
 
 
+def assert_same_components(real: SyncGraph, naive: NaiveSyncGraph) -> None:
+    found: dict[int, set[int]] = {}
+    for worker in naive.active:
+        found.setdefault(real.component(worker), set()).add(worker)
+    assert {frozenset(component) for component in found.values()} == naive.components()
+    assert real.components == len(found)
+
+
 class SyncGraphAgainstNaive(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -86,11 +94,7 @@ class SyncGraphAgainstNaive(RuleBasedStateMachine):
     def same_components(self) -> None:
         if self.real is None:
             return
-        real: dict[int, set[int]] = {}
-        for worker in self.naive.active:
-            real.setdefault(self.real.component(worker), set()).add(worker)
-        assert {frozenset(c) for c in real.values()} == self.naive.components()
-        assert self.real.components == len(real)
+        assert_same_components(self.real, self.naive)
         assert self.real.round == self.naive.round
         since = [r for r in range(self.real.rounds) if len(self.naive.components(since=self.real.round - r)) <= 1]
         assert rounds_since_connected(self.real.meetings(), self.real.active, self.real.round) == min(
@@ -153,11 +157,7 @@ def test_those_that_leave_one_after_the_other_while_others_meet(unit: Unit, roun
             real.record(groups)
             naive.record(groups)
             recorded += 1
-        found: dict[int, set[int]] = {}
-        for worker in naive.active:
-            found.setdefault(real.component(worker), set()).add(worker)
-        assert {frozenset(component) for component in found.values()} == naive.components()
-        assert real.components == len(found)
+        assert_same_components(real, naive)
         gone = chance.choice(sorted(naive.active))
         real.leave(gone)
         naive.leave(gone)
