@@ -175,7 +175,11 @@ class Setup:
 
     def _stops_at_nonfinite(self) -> bool:
         """Return whether numbers that are not finite end the run. Lightning's callback decides that by itself."""
-        return self.options.on_nonfinite == "stop" and not any(isinstance(c, SpikeDetection) for c in self._callbacks)
+        return self.options.on_nonfinite == "stop" and not self._detects_spikes
+
+    @property
+    def _detects_spikes(self) -> bool:
+        return any(isinstance(callback, SpikeDetection) for callback in self._callbacks)
 
     def _begun_training(self) -> Training:
         assert self.training is not None
@@ -306,6 +310,8 @@ class Setup:
         reason = None if asked or not self.guard.communicates else "a step communicates with other pipelines"
         if takes_iterator(self.module):
             reason = "training_step takes batches from dataloader_iter itself"
+        elif self._detects_spikes:
+            reason = "SpikeDetection asks all pipelines after each batch"
         on_any_worker = partial(self.strategy.reduce_boolean_decision, all=False)
         dealing = Dealing(lambda: origin.data_seed, loaded, asked, on_any_worker, reason)
         return run.dealt_batches(self.trainer, training, self.checkpoints, checks, dealing)

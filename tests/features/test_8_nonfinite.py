@@ -81,7 +81,7 @@ def test_a_run_may_go_on(tmp_path: Path) -> None:
 
 def _spike(directory: Path) -> str:
     callback = SpikeDetection(exclude_batches_path=directory, rtol=100.0)
-    strategy = SDPipeStrategy(2, data="sharded")
+    strategy = SDPipeStrategy(2)  # whose batches would be dealt
     with pytest.raises(TrainingSpikeException) as found:
         pipelines(directory, strategy, max_epochs=1, callbacks=[callback]).fit(Breaking("loss"), train_loader())
     return str(found.value)
