@@ -7,9 +7,10 @@ import secrets
 import shutil
 import socket
 import zipfile
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -19,14 +20,27 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError
 from lightning_sdpipe.lightning_internals import WrappingCheckpointIO, is_local_path
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 
 
-class Publisher(Protocol):
-    """A run in which several processes write checkpoints, one after another."""
+@dataclass(frozen=True)
+class Publisher:
+    """Asks the scheduler before a checkpoint takes its place in a run whose leaders write, one after another.
+
+    Args:
+        client: client of the scheduler.
+        update: number of updates of the checkpoint; a thread may write it while training goes on.
+        run: the number of the fit.
+    """
+
+    client: SchedulerClient
+    update: int
+    run: int
 
     @property
     def mark(self) -> str:
         """Part of the names of all files that these processes write."""
+        return f"{self.run:x}-"
 
     def publish(self, path: Path) -> None:
         """Check that this process may put its file at ``path``.
@@ -34,9 +48,11 @@ class Publisher(Protocol):
         Raises:
             WorkerFailedError: another process has taken its place.
         """
+        self.client.publish(str(path.absolute()), self.update)
 
     def published(self, path: Path) -> None:
         """Note that the file is at ``path``."""
+        self.client.published(str(path.absolute()), self.update)
 
 
 class WholeFiles(TorchCheckpointIO):

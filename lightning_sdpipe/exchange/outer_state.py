@@ -26,7 +26,7 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
 
-class OwnBase(OuterModel):
+class OuterRoundsModel(OuterModel):
     """A codec for rounds that may be made again by other members."""
 
     def meets(self, team: Members) -> None:

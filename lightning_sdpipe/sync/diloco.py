@@ -15,7 +15,7 @@ from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.policy import PolicyConfig, Refusing, check_choices
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
-from lightning_sdpipe.sync.own_base_averaging import OwnBaseAveraging
+from lightning_sdpipe.sync.outer_rounds_averaging import OuterRoundsAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
 
@@ -86,5 +86,7 @@ class DiLoCo(msgspec.Struct, frozen=True, metaclass=Refusing):
         nesterov, keeps = Nesterov(self.lr, self.momentum), replica.exchange.overlap == "step"
         delay = max(self.delay, 1) if keeps else self.delay
         if replica.peers is not None or self.weights == "samples":
-            return OwnBaseAveraging(replica, nesterov, Fragments(self.every, delay=delay), self.weights == "samples")
+            return OuterRoundsAveraging(
+                replica, nesterov, Fragments(self.every, delay=delay), self.weights == "samples"
+            )
         return OuterAveraging(replica, nesterov, Fragments(self.every, self.fragments, delay, self.mix), keeps)

@@ -412,11 +412,10 @@ class World:
             self.after(self.rng.uniform(0.1, 0.8), lambda: self.copied(process, reply.receive))
             return
         assert isinstance(reply, e.Start)
-        begins = reply.fresh or (process.receive is None and reply.epoch.number == 1)
-        if not (begins or process.segment.stop):
+        if not (reply.fresh or process.segment.stop):
             self.die(process, "it has no state, and the scheduler takes it for a member")
             return
-        if begins:
+        if reply.fresh:
             self.check_that_nothing_is_lost(process, reply.checkpoint)
             process.update, process.segment = 0, Segment(self.runs[process.incarnation][0], 0, 0, self.batches)
         else:

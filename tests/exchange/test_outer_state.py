@@ -7,7 +7,7 @@ import torch
 
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.outer_model import Nesterov
-from lightning_sdpipe.exchange.outer_state import OuterState, OwnBase
+from lightning_sdpipe.exchange.outer_state import OuterRoundsModel, OuterState
 from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.policies import Group, Worker
 from tests.exchange.test_group_mean import values
@@ -21,7 +21,7 @@ def test_one_that_has_brought_nothing_to_the_newest_base_gets_it_bit_for_bit_and
     given = Group((Worker(0, 0), Worker(0, 2)), (1.0, 0.0), 9, "handed over", (Worker(0, 0),))
 
     def work(rank: int) -> tuple[OuterState, torch.Tensor]:
-        codec, model = OwnBase(EightBit(block=64), rank, Nesterov(), 0.0), 10 * values(99, SIZE)
+        codec, model = OuterRoundsModel(EightBit(block=64), rank, Nesterov(), 0.0), 10 * values(99, SIZE)
         codec.begin([model])
         state, replicas = OuterState(codec), crew.replicas(rank)
         for sequence in range(2):
@@ -52,7 +52,7 @@ def test_the_base_of_a_round_that_broke_off_keeps_what_was_brought_to_it_once(ma
     given = Group((Worker(0, 0), Worker(0, 1)), (1.0, 0.0), 9, "handed over", (Worker(0, 0),))
 
     def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codec, model = OwnBase(EightBit(block=64), rank, Nesterov(), 0.0), started.clone()
+        codec, model = OuterRoundsModel(EightBit(block=64), rank, Nesterov(), 0.0), started.clone()
         codec.begin([model])
         state, replicas = OuterState(codec), crew.replicas(rank)
         model.add_(values(rank, SIZE))

@@ -119,16 +119,15 @@ def join(
             takes it for a member that has its state.
     """
     state: State | None = None
-    answer, had_donor = client.enrol(mine), False
+    answer = client.enrol(mine)
     while isinstance(answer, Receive):
-        had_donor = True
         try:
             state = take(answer)
         except WorkerFailedError as error:
             state, answer = None, client.missed(answer.transfer, str(error))
         else:
             answer = client.received(answer.transfer, state["elastic"]["updates"])
-    if state is None and not answer.fresh and (had_donor or answer.epoch.number > 1):  # in epoch 1, all begin anew
+    if state is None and not answer.fresh:
         raise WorkerFailedError(
             "The scheduler was started again before it could say what this pipeline begins with, and takes it for a "
             "member that trains. Start the pipeline again, as `sdpipe run` does: it then comes as a new one."

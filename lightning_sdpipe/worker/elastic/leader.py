@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -188,28 +187,6 @@ class Leadership:
         if self.held:
             show_progress(trainer, underway=False)
         self._heir = None if self.held else trainer
-
-
-class LeadersCheckpoints:
-    """A :class:`~lightning_sdpipe.checkpoints.files.Publisher` that asks the scheduler before a checkpoint takes its
-    place.
-
-    Args:
-        client: client of the scheduler.
-        trainer: has counted the updates of the checkpoint.
-        run: the number of the fit.
-    """
-
-    def __init__(self, client: SchedulerClient, trainer: Trainer, run: int) -> None:
-        self._client, self._update = client, trainer.global_step  # a thread may write while training goes on
-        self.mark = f"{run:x}-"
-
-    def publish(self, path: Path) -> None:
-        """Ask for leave; see :class:`~lightning_sdpipe.checkpoints.files.Publisher`, as for the next method."""
-        self._client.publish(str(path.absolute()), self._update)
-
-    def published(self, path: Path) -> None:
-        self._client.published(str(path.absolute()), self._update)
 
 
 def names(trainer: Trainer) -> dict[str, list[Any]]:

@@ -166,7 +166,7 @@ class ElasticRun(TrainingRun):
         """Asked before a checkpoint takes its place; None when the run is over."""
         if self._open is None or self._fit is None:
             return None
-        return leader.LeadersCheckpoints(self._there.client, self._fit.trainer, self._fit.source.run)
+        return Publisher(self._there.client, self._fit.trainer.global_step, self._fit.source.run)
 
     @property
     def sampler(self) -> dict[str, int]:

@@ -21,11 +21,11 @@ from torch import Tensor
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_model import Nesterov
-from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
+from lightning_sdpipe.exchange.outer_state import NewBase, OuterRoundsModel, OuterState
 from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
-from lightning_sdpipe.sync.own_base_averaging import meet
+from lightning_sdpipe.sync.outer_rounds_averaging import meet
 from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -143,7 +143,7 @@ class MetBarriers:
 )
 def test_all_that_meet_weigh_as_their_method_says(samples: float | None, weights: dict[int, float]) -> None:
     barriers: Any = MetBarriers([0, 4, 1 if samples is None else 2.0])
-    codec, model = OwnBase(Full(), 3, Nesterov(), 0.0), [torch.arange(4.0)]
+    codec, model = OuterRoundsModel(Full(), 3, Nesterov(), 0.0), [torch.arange(4.0)]
     codec.begin(model)
     state = OuterState(codec)
     state.samples = samples

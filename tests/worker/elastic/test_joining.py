@@ -60,16 +60,9 @@ def test_a_newcomer_begins_with_the_state_that_came_last() -> None:
 
 
 def test_a_newcomer_without_a_state_is_no_member_though_a_restarted_scheduler_says_so() -> None:
-    door = Door(Receive(1, 0, "a", 4), Receive(1, 5, "b", 5), Start(EPOCH, fresh=False))
-    with pytest.raises(WorkerFailedError, match="Start the pipeline again"):
-        join(door, {}, of_donor)
-
-
-def test_all_begin_with_their_own_state_though_the_scheduler_was_restarted_at_the_start() -> None:
-    started = Start(Epoch(1, (Member(1, 7),), "tested"), fresh=False)
-    assert join(Door(started), {}, of_donor) == (started, None)
-    with pytest.raises(WorkerFailedError, match="Start the pipeline again"):
-        join(Door(Start(EPOCH, fresh=False)), {}, of_donor)
+    for before in ([], [Receive(1, 0, "a", 4), Receive(1, 5, "b", 5)]):
+        with pytest.raises(WorkerFailedError, match="Start the pipeline again"):
+            join(Door(*before, Start(EPOCH, fresh=False)), {}, of_donor)
 
 
 def test_who_begins_anew_forgets_the_state_of_a_donor_that_was_lost() -> None:

@@ -30,7 +30,7 @@ from lightning_sdpipe.exchange.background import Background, Job
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.moving import copied, pieces_of
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
-from lightning_sdpipe.exchange.outer_state import NewBase, OuterState, OwnBase
+from lightning_sdpipe.exchange.outer_state import NewBase, OuterRoundsModel, OuterState
 from lightning_sdpipe.p2p import labelled, waiting_for
 from lightning_sdpipe.policies.decisions import Group, Reason
 from lightning_sdpipe.sync.barriers import Barriers
@@ -42,7 +42,7 @@ from lightning_sdpipe.topology.groups import Replicas
 log = logging.getLogger(__name__)
 
 
-class OwnBaseAveraging(OuterAveraging):
+class OuterRoundsAveraging(OuterAveraging):
     """Averages in rounds of some replicas. Memory: that of :class:`OuterAveraging`, and the model once more during a
     round; with ``overlap="step"`` a copy of the model besides.
 
@@ -90,7 +90,7 @@ class OwnBaseAveraging(OuterAveraging):
 
     @classmethod
     def codec(cls, replica: Replica, nesterov: Nesterov, mix: float) -> OuterModel:
-        return OwnBase(replica.exchange.payload, replica.pipeline, nesterov, mix)
+        return OuterRoundsModel(replica.exchange.payload, replica.pipeline, nesterov, mix)
 
     @property
     def loose(self) -> int:  # type: ignore[override]
@@ -315,6 +315,8 @@ class OwnBaseAveraging(OuterAveraging):
     def _adopts(self, new: NewBase, sent: Sequence[Tensor] | None = None) -> bool:
         contained = self._state.adopt(new, self._whole.tensors, sent)
         self.replica.client.contains(self._state.rounds)
+        if self._peers is not None:
+            self.replica.client.beat_soon()  # others may wait for what this worker has now
         return contained
 
 

@@ -18,7 +18,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.sync import DiLoCo, outer_averaging
 from lightning_sdpipe.sync.capabilities import Combination
 from lightning_sdpipe.sync.methods import check
-from lightning_sdpipe.sync.own_base_averaging import OwnBaseAveraging
+from lightning_sdpipe.sync.outer_rounds_averaging import OuterRoundsAveraging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.sync.stage import SIZE, Stage, change, equal
@@ -130,7 +130,7 @@ def test_a_round_that_an_earlier_scheduler_has_named_is_dropped_if_stage_0_has_n
     client, group = mock.Mock(), Group((Worker(1, 0), Worker(1, 1)), (0.5, 0.5), 8, "everybody came")
     client.is_of_an_earlier_scheduler = lambda group: group.sequence <= 8
     client.group_if_known.return_value = None
-    sync = OwnBaseAveraging.__new__(OwnBaseAveraging)
+    sync = OuterRoundsAveraging.__new__(OuterRoundsAveraging)
     sync.replica, sync._peers = mock.Mock(client=client), mock.Mock()
     sync._state, sync._whole, sync._schedule = mock.Mock(rounds=3), mock.Mock(since=0), mock.Mock(every=9)
     sync._stands, sync._group, sync._update, sync._number = True, group, 6, 4
