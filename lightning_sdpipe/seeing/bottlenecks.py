@@ -93,7 +93,7 @@ def stalling(seen: Recording) -> list[Finding]:
             "note" if small else severity(cost),
             tuple(late),
             _since(seen, late),
-            f"{text}: {100 * of_own:.0f} % of own time ({cause})",
+            f"{text} for {100 * of_own:.0f} % of {'its' if alone else 'their'} own time ({cause})",
             {"share": round(share, 3), "without_a_core": round(core, 3)},
             cost,
             FOR_CAUSE.get(cause) or _wait_less(seen),

@@ -84,7 +84,7 @@ def stalls(*workers: int, phase: str = "injected", seconds: float = 0.12) -> Own
 def test_stalls_in_turn_are_told_with_their_cause_and_what_others_stood_still(tmp_path: Path) -> None:
     finding = only(log_of(tmp_path, stalls(0, 1, 2, 3)))
     assert (finding.kind, len(finding.workers)) == ("stalling", 4)
-    assert finding.text.startswith("workers stall in turn: 20 % of own time")
+    assert finding.text.startswith("workers stall in turn for 20 % of their own time")
     assert "(injected)" in finding.text
     assert finding.severity == "note", "below 30 % of own time it may be the machine"
     assert finding.cost is not None
@@ -100,7 +100,7 @@ def test_many_stalls_are_more_than_a_note(tmp_path: Path) -> None:
 def test_stalls_of_one_worker_are_its_own(tmp_path: Path) -> None:
     finding = only(log_of(tmp_path, stalls(2, phase="gc", seconds=0.4)))
     assert (finding.kind, finding.workers) == ("stalling", (Worker(0, 2),))
-    assert finding.text.startswith("stage 0 of pipeline 2 (here, cpu) stalls: 45 % of own time")
+    assert finding.text.startswith("stage 0 of pipeline 2 (here, cpu) stalls for 45 % of its own time")
     assert "(gc)" in finding.text
     assert "gc.freeze()" in finding.advice[0].text
 
