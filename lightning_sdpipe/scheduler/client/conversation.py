@@ -156,8 +156,8 @@ class Conversation:
         """Description of this worker for people, sent when it joins."""
         self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
         self._heard = self._life = self.earlier = -1
-        """Highest sequence of a group that was heard of; of the scheduler that this process introduced itself to last,
-        the life; and the highest sequence that earlier schedulers may have given to a group."""
+        """Highest sequence of a group that was heard of; life of the scheduler whose answers count, once this process
+        has introduced itself to one; and highest sequence that earlier schedulers may have given to a group."""
         self._answered: int | None = None
         """Iteration whose group was heard of last, since the worker joined."""
         self._unanswered, self._unanswered_since = 0.0, 0.0
@@ -350,10 +350,11 @@ class Conversation:
                 self._invitations.append(reply)
                 return [reply]
             case e.Stranger(life=life):
-                said_before = life == self._now.version >> e.LIFE  # this process was let in
-                if self._fixed and self._member and not (reply.known or said_before):
+                # It has let this process in since, or another one has followed it.
+                overtaken = life in (self._now.version >> e.LIFE, *self._earlier)
+                if self._fixed and self._member and not (reply.known or overtaken):
                     return self._lost_scheduler("it was started again, and knows nothing of this run")
-                if self.stop is None and (self._stranger is None or self._stranger.known) and not said_before:
+                if self.stop is None and (self._stranger is None or self._stranger.known) and not overtaken:
                     self._stranger = reply
                 return []
         return self._replied(reply)
@@ -451,7 +452,7 @@ class Conversation:
             return []
         if life != before:
             self._earlier.append(before)
-            self._now = e.Now(0)
+            self._now, self._life = e.Now(0), life if self._life > -1 else -1
         effects = [] if now.epoch is None else self._epoch_began(now.epoch)
         if now.version <= self._now.version:
             return effects

@@ -299,6 +299,13 @@ def test_a_group_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_n
     talk.hear(e.Stranger(life=9))
     talk.due(0.2)
     assert talk.earlier == new.group.sequence
+    for life in (9, 10):
+        talk.hear(e.Now(life << e.LIFE | 1))
+    talk.hear(e.Stranger(life=9))
+    assert talk.due(0.2) == [], "an earlier one has said so, late"
+    ask(talk, m.Ready, 4)
+    newest = m.Answer(PAIR, (4, 4), life=10)
+    assert talk.hear(newest) == [c.Replied(m.Ready, newest)]
 
 
 def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
