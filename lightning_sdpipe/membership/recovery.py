@@ -37,9 +37,11 @@ class MemberRecovery:
         self._back.setdefault(member, set()).add(event.worker.stage)
 
     def is_there(self, member: Member, stage: int) -> bool:
-        """Return whether that process has resumed, or come anew."""
-        early = self.early.get(Worker(stage, member.pipeline))
-        return stage in self._back.get(member, ()) or (early is not None and early.incarnation == member.incarnation)
+        """Return whether that process has resumed, or come anew, and claims the number of none that has resumed."""
+        early, back = self.early.get(Worker(stage, member.pipeline)), self._back.keys()
+        if early is None or early.incarnation != member.incarnation:
+            return stage in self._back.get(member, ())
+        return not any(other.pipeline == member.pipeline for other in back - {member})
 
     def delays(self, roster: Roster, fingerprint: Mapping[str, str]) -> None:
         """Delay the newcomers of ``roster``, whose fingerprint equals the members'."""

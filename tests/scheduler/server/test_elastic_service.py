@@ -257,6 +257,21 @@ def test_one_that_joins_after_a_restart_is_not_held_back_until_the_others_pause(
     assert d.groups(d.say(m.Ready, second, B.incarnation, 0, 8)) == [(0, 1)]
 
 
+def test_a_new_start_takes_the_place_of_one_that_died_as_soon_as_it_had_come_back() -> None:
+    """Its lifeline was not open yet, and the heartbeats of the new one are not its own."""
+    d, first, again = ElasticDialogue(), Worker(0, 0), Member(0, 200)
+    come_back(d, EPOCH, 8, 8)
+    d.say(e.Enrol, first, again.incarnation, SAME)
+    d.say(e.Enrol, Worker(0, 2), C.incarnation, SAME, e.Resumes(EPOCH, (4,), heard=8, joined=True))
+    assert d.service.members.membership.roster.is_member(0, A.incarnation)
+    for now in range(2, 14, 2):
+        for member in (B, C, again):
+            d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (), 5, True, now=float(now))
+        d.tick(float(now))
+    d.say(e.Enrol, first, again.incarnation, SAME, now=14.0)
+    assert d.service.members.membership.states()[0].startswith("receives from")
+
+
 def test_a_late_return_does_not_undo_a_leave() -> None:
     """The heartbeats' socket may be slower than the training's."""
     d, second, epoch = ElasticDialogue(), Worker(0, 1), Epoch(4, (A, B), "pipeline 1 has come")
