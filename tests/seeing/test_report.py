@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -69,20 +71,61 @@ def test_a_run_in_groups_has_their_sizes_and_its_lag(tmp_path: Path) -> None:
     assert "everybody came" in page.text
 
 
-def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None:
-    """A pipeline is lost after 28 s and back 10 s later; another is lost for good."""
+def page_with_losses() -> str:
+    """Return the page of a run: a pipeline was lost after 28 s and back 10 s later, another was lost for good."""
     one, two, three = (Worker(0, pipeline) for pipeline in range(3))
     lives = [chunks(two, [200.0] * 140), chunks(two, [200.0] * 560, life=2)]
     later = [msgspec.structs.replace(chunk, at=chunk.at + 38) for chunk in lives[1]]
     told = {one: chunks(one, [200.0] * 750), two: [*lives[0], *later], three: chunks(three, [200.0] * 50)}
     seen = dataclasses.replace(recording(told, active=[one, two]), gone={three: 11.0})
-    text = Page(html.page("train.py", to_plain(seen, None), seen, live=True).decode()).text
+    return html.page("train.py", to_plain(seen, None), seen, live=True).decode()
+
+
+def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None:
+    text = Page(page_with_losses()).text
     assert "140 + 560 = 700" in text
     assert "2 of 3: 2 lost 2 min 19 s ago" in text
     for words in ("pipeline 1 was lost after 28 s", "pipeline 1 is back after 38 s", "pipeline 2 was lost after 11 s"):
         assert words in text
     assert "Training" in text
     assert "1,500" in text, "updates of all"
+
+
+_SEEN = """<script>
+  const height = (each) => each.getBoundingClientRect().bottom;
+  const marks = [...document.querySelectorAll(".mark")].map((each) => [each.textContent, height(each)]);
+  const parts = [document.querySelector(".state"), document.querySelector("#pipelines")];
+  const texts = parts.map((each) => [each.innerText, height(each)]);
+  document.body.innerHTML = `<pre>${JSON.stringify([...texts, ...marks])}</pre>`;
+</script>"""
+"""What a browser shows of the page, and how far below its top each ends, in pixels."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_shows_the_state_the_pipelines_and_the_losses_without_scrolling(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page_with_losses().replace("</body>", f"{_SEEN}</body>"))
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1280,800",
+        "--dump-dom",
+        file.as_uri(),
+    ]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (found,) = re.findall(r"<pre>(.+)</pre>", shown)
+    texts, bottoms = zip(*json.loads(found), strict=True)
+    assert texts == (
+        "Training",
+        "2 of 3: 2 lost 2 min 19 s ago",
+        "pipeline 1 was lost after 28 s",
+        "pipeline 1 is back after 38 s",
+        "pipeline 2 was lost after 11 s",
+    )
+    assert 0 < min(bottoms) <= max(bottoms) < 800
 
 
 @pytest.mark.parametrize(("state", "over"), [("waiting: 1 of 2 pipelines", False), ("finished", True)])
