@@ -49,8 +49,6 @@ METHODS: dict[str, Any] = {
     "local_sgd": LocalSGD(every=3),
     "diloco": DiLoCo(every=4, lr=0.7, momentum=0.9, fragments=2, delay=1),
     "ring": Decentralized("ring"),
-    "shift_one": Decentralized("shift_one"),
-    "random_pairs": Decentralized("random"),
     "phd_gradients": PHDPSGD(group_size=2),
     "phd_meetings": PHDPSGD(groups=((0,), (1,))),
     "phd_models": PHDPSGD(group_size=2, within="models"),
