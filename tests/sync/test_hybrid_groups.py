@@ -158,7 +158,7 @@ PAIRS = [[0, 3], [1, 2]]
             id="groups of one",
             marks=pytest.mark.slow,
         ),
-        pytest.param(2, PAIRS, {"schedule": "zero_bubble", "accumulate_grad_batches": 2}, id="accumulation"),
+        pytest.param(1, PAIRS, {"accumulate_grad_batches": 2}, id="accumulation"),
     ],
 )
 def test_pipelines_train_what_one_process_finds_by_the_same_decisions(

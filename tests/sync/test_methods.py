@@ -102,7 +102,7 @@ class Momentum(Regression):
 def test_all_reduce_is_exact_for_stateful_optimizers_and_clipping(tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "value"}
     _, expected = fit(tmp_path / "one", "auto", 1, 8, Momentum(), **options)
-    model, _ = train(tmp_path / "four", AllReduce(bucket_mib=1e-4), Momentum(), **options)
+    model, _ = train(tmp_path / "four", AllReduce(bucket_mib=1e-4), Momentum(), 1, **options)
     assert_close(model, expected)
 
 
