@@ -1,9 +1,13 @@
-"""``make pictures``: those of docs/pictures, of ``sdpipe demo`` and of a run of recipes/examples/elastic.py in which a
-pipeline is killed, as headless Chromium shows them. Look at them before you commit them."""
+"""``make pictures``: those of docs/pictures, as headless Chromium shows them.
+
+They are of ``sdpipe demo``, of ``sdpipe status`` on a recorded run, and of a run of recipes/examples/elastic.py in
+which a pipeline is killed. Look at them before you commit them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import html
 import os
 import re
 import shutil
@@ -17,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SDPIPE = [sys.executable, "-m", "lightning_sdpipe.cli"]
+SLOW = ROOT / "tests/seeing/golden/straggler.jsonl"
 SEEN = 30.0
 """Seconds of training before each picture."""
 
@@ -38,7 +43,15 @@ def main() -> None:
         if not options.without_demo:
             subprocess.run([*SDPIPE, "demo"], check=True)
             shutil.copy("sdpipe-demo.png", output / "demo.png")
+        _status(output)
         _elastic(output, options.seconds)
+
+
+def _status(output: Path) -> None:
+    shown = subprocess.run([*SDPIPE, "status", str(SLOW)], check=True, capture_output=True, text=True).stdout
+    style = "margin: 0; padding: 1em; background: #1e1e1e; color: #ddd; font: 15px monospace; white-space: pre-wrap"
+    Path("status.html").write_text(f'<meta charset="utf-8"><body style="{style}">{html.escape(shown)}</body>')
+    _picture(Path("status.html").resolve().as_uri(), output / "status.png", 1180, 260)
 
 
 def _elastic(output: Path, seconds: float) -> None:
@@ -84,9 +97,9 @@ def _said(words: str) -> bool:
     return words in Path("printed").read_text(errors="replace")
 
 
-def _picture(url: str, file: Path, width: int = 1280) -> None:
+def _picture(url: str, file: Path, width: int = 1280, height: int = 800) -> None:
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=1000"]
-    command = ["chromium", *options, f"--window-size={width},800", f"--screenshot={file}", url]
+    command = ["chromium", *options, f"--window-size={width},{height}", f"--screenshot={file}", url]
     subprocess.run(command, check=True, capture_output=True)
 
 
