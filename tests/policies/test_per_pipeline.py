@@ -76,16 +76,6 @@ def test_a_pipeline_that_vanishes_is_one_node() -> None:
     assert inner.told[-1][0] == Vanished(W(0, 1))
 
 
-def test_a_ready_outlasts_another_stage_that_comes_back() -> None:
-    policy, _ = made(AllReduceModels(), 1, 3)
-    for stage in (0, 2):
-        policy.on(Ready(W(stage, 1), 0), 1.0)
-    policy.on(Lost(W(1, 1)), 2.0)
-    policy.on(Joined(W(1, 1)), 3.0)
-    policy.on(Ready(W(0, 0), 0), 3.0)
-    assert brief(policy.on(Ready(W(1, 1), 0), 4.0))[0][1] == (0, 1)
-
-
 def test_only_the_last_stage_tells_how_fast_a_pipeline_is() -> None:
     policy, inner = made(SemiDecentralized(), 2, 1)
     for stage in (0, 1):

@@ -80,19 +80,6 @@ def test_between_two_meetings_a_group_goes_on_alone() -> None:
     )
 
 
-def test_nobody_waits_by_draw_for_one_that_waits() -> None:
-    """0 and 1 wait for each other's boundary only if one of them computes."""
-    for seed in range(20):
-        policy = make(1, 3, seed=seed)
-        ready(policy, 0)
-        groups = ready(policy, 1)
-        if groups:
-            assert brief(groups) == [(0, (0, 1), MATCHED)]
-        else:
-            (meeting,) = ready(policy, 2)
-            assert len(meeting.members) == 3, "both had drawn 2"
-
-
 def test_a_group_waits_for_exactly_those_that_are_behind_it_and_nobody_with_it() -> None:
     policy = make(1, 3, staleness=2, every=100)
     assert brief(ready(policy, 0, iteration=0)) == [(0, (0,), LOCAL)]
@@ -103,12 +90,6 @@ def test_a_group_waits_for_exactly_those_that_are_behind_it_and_nobody_with_it()
     (meeting,) = ready(policy, 2)
     assert brief([meeting]) == [(0, (0, 2), STALENESS)]
     assert meeting.passive == ()
-
-
-def test_those_that_all_wait_for_another_meet_when_it_comes() -> None:
-    policy = make(1, 3, staleness=1)
-    assert ready(policy, 0, 1) == [], "a meeting of the two would let neither go on"
-    assert brief(ready(policy, 2)) == [(0, (0, 1, 2), STALENESS)]
 
 
 def test_an_asynchronous_meeting_waits_for_nobody_but_the_bound_does() -> None:
@@ -180,12 +161,6 @@ def test_a_member_that_was_lost_while_its_group_met_others_goes_on_alone(stages:
     assert ready(policy, 1, iteration=1, stage=last) == [], "together again, and waiting for 2"
 
 
-def test_a_bound_asks_nothing_for_groups_that_are_gone() -> None:
-    policy = make(1, 3, staleness=1)
-    ready(policy, 0, 1)
-    assert brief(policy.on(Left(W(0, 2)), 0.0)) == [(0, (0, 1), STALENESS)]
-
-
 def test_the_last_meeting_of_one_that_was_lost_may_have_made_nobodys_model_newer() -> None:
     policy = make(1, 2, staleness=2)
     ready(policy, 0)
@@ -215,14 +190,6 @@ def test_other_stages_do_what_the_last_one_decided() -> None:
     assert ready(policy, 0, stage=0) == [], "nothing is decided yet"
     assert brief(ready(policy, 1, stage=1)) == [(1, (0, 1), MATCHED)]
     assert brief(ready(policy, 1, stage=0)) == [(0, (0, 1), MATCHED)]
-
-
-def test_a_decision_lets_a_stage_go_on_that_was_there_before() -> None:
-    policy = make(2, 2)
-    for pipeline in (0, 1):
-        assert ready(policy, pipeline, stage=0) == []
-    assert ready(policy, 0, stage=1) == []
-    assert brief(ready(policy, 1, stage=1)) == [(1, (0, 1), MATCHED), (0, (0, 1), MATCHED)]
 
 
 def test_a_stage_whose_pipeline_has_lost_its_last_one_goes_on_alone() -> None:

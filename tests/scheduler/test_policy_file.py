@@ -14,26 +14,24 @@ import pytest
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
 
 
-def test_the_first_one_counts_and_all_are_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "policy", [SemiDecentralized(window=math.inf, connectivity=3), PHDPSGD(groups=[[0, 2], [1]])], ids=repr
+)
+def test_the_first_one_counts_and_all_are_equal(policy: PolicyConfig, tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
-    policy = SemiDecentralized(window=math.inf, connectivity=3)
-    policy_file.offer(path, policy)
-    policy_file.offer(path, policy)
-    assert policy_file.read(path) == policy
-    with pytest.raises(ConfigurationError, match=r"asks for .*no_sync.*was started for .*semi_decentralized"):
-        policy_file.offer(path, NoSync())
-    assert os.listdir(tmp_path) == ["policy.json"]
-
-
-def test_lists_are_equal_too(tmp_path: Path) -> None:
-    path = tmp_path / "policy.json"
-    for policy in (PHDPSGD(groups=[[0, 2], [1]]), PHDPSGD(groups=[[0, 2], [1]])):  # type: ignore[arg-type]
+    for _ in range(2):
         policy_file.offer(path, policy)
         assert policy_file.read(path) == policy
+    with pytest.raises(
+        ConfigurationError, match=r"asks for .*no_sync.*was started for .*(semi_decentralized|phd_psgd)"
+    ):
+        policy_file.offer(path, NoSync())
+    assert os.listdir(tmp_path) == ["policy.json"]
 
 
 def test_modules_are_found_where_the_worker_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

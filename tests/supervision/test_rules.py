@@ -175,10 +175,15 @@ def test_a_pipeline_that_cannot_join_does_not_end_those_that_train() -> None:
         made.on(None, 1000.0)
 
 
-def test_a_script_that_never_trains() -> None:
+def ended_before_it_was_seen() -> Rules:
     made = rules(1)
-    made.on(ProcessEnded(0, 1, 0), 3.0)
-    assert made.on(ProcessEnded(0, 0, 0), 3.1) == []
+    for stage, now in ((1, 3.0), (0, 3.1)):
+        assert made.on(ProcessEnded(0, stage, 0), now) == []
+    return made
+
+
+def test_a_script_that_never_trains() -> None:
+    made = ended_before_it_was_seen()
     assert made.on(seen(at=3.0), 3.15) == [], "asked before the end"
     (said,) = lines(made.on(seen(at=3.2), 3.3))
     assert "ended without training: it has not called Trainer.fit with SDPipeStrategy" in said
@@ -186,17 +191,13 @@ def test_a_script_that_never_trains() -> None:
 
 
 def test_a_training_too_short_to_be_seen() -> None:
-    made = rules(1)
-    made.on(ProcessEnded(0, 1, 0), 3.0)
-    made.on(ProcessEnded(0, 0, 0), 3.1)
+    made = ended_before_it_was_seen()
     made.on(seen(at=3.2, ever=[0]), 3.3)
     assert made.code == 0
 
 
 def test_a_scheduler_that_does_not_answer_at_the_end() -> None:
-    made = rules(1)
-    made.on(ProcessEnded(0, 1, 0), 3.0)
-    made.on(ProcessEnded(0, 0, 0), 3.1)
+    made = ended_before_it_was_seen()
     made.on(None, 13.0)
     assert made.code is None
     made.on(None, 13.2)
