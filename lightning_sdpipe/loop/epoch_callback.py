@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -216,6 +216,10 @@ class EpochCallback(Callback):
     def take_out(self, trainer: Any) -> None:
         """Take this out of the callbacks of ``trainer`` again."""
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return this one: it is the run's, and the user copies the callbacks of a Trainer."""
+        return self
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._draws.between_batches("on_fit_start")

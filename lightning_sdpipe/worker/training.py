@@ -457,7 +457,7 @@ class Training:
         """Run Lightning's optimizer step, whose ``closure`` runs :meth:`step`, unless the pipeline is only filled.
 
         Raises:
-            ConfigurationError: the optimizer stepped without the closure.
+            ConfigurationError: the optimizer stepped without the closure, and the model is cut.
         """
         if self._phases.now is Phase.ABSENT:  # applies what gradients there are, if others may have another model
             accumulated, self._accumulated = self._accumulated, False
@@ -486,7 +486,7 @@ class Training:
                     output = self._update(optimizer, closure, **kwargs)
         finally:
             self._closes = False
-        if self.mini_batches == before:
+        if self._is_cut and self.mini_batches == before:
             raise ConfigurationError(_STEPPED_ALONE)
         return output
 
@@ -657,12 +657,23 @@ class Training:
                 )
             if not self._is_cut and (calls > 1 or self.sync.takes_several_backwards) and self.sync.gradients:
                 self.sync.begin_backward(self.updates, calls)
+            before = self.mini_batches
             with self.meter.spans[meter.OTHER], self.first_failure:  # the closure's time is not the optimizer's
                 loss = closure()
+                if self.mini_batches == before and self._phases.lasting is not Phase.ABSENT and not self._is_cut:
+                    self._average_what_there_is()
             without = self._skipped and all(parameter.grad is None for parameter in self.sync.replica.trained)
             return None if without else loss  # as Lightning says that there is nothing to unscale
 
         return run
+
+    def _average_what_there_is(self) -> None:
+        """Average the gradients of closures that the user has called before the optimizer's step."""
+        exchange, trained = self.sync.gradients, self.sync.replica.trained
+        self._accumulated = False
+        if exchange is not None and self.parts.pipeline.flushes:
+            exchange.complete([parameter.grad for parameter in trained])
+            put_back(trained, exchange.finish())
 
     def _share(self, alone: bool = False) -> None:
         """End an update, and synchronise its outcome unless ``alone``."""
@@ -740,5 +751,6 @@ def _refuse_underway(training: Training) -> None:
 
 _STEPPED_ALONE = (
     "optimizer.step() was called without the closure that optimizer_step was given, so that its gradients were not "
-    "synchronised with the other pipelines. Pass it on: optimizer.step(closure=optimizer_closure)."
+    "synchronised with the other pipelines. Pass it on: optimizer.step(closure=optimizer_closure); with num_stages=1 "
+    "this works."
 )

@@ -246,6 +246,15 @@ class Skipping(Regression):
         return torch.optim.Adam(self.parameters(), 0.02)
 
 
+class Beforehand(Regression):
+    """Calls the closure before the optimizer steps, and sometimes does not step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        if batch_idx != 1:
+            optimizer.step()
+
+
 class Fetching(Regression):
     """Takes its batches itself."""
 
@@ -295,6 +304,7 @@ PROGRAMS: dict[str, Program] = {
     "with a closure": Program(WithClosure),
     "unused": Program(Unused, ddp=UNUSED),
     "LBFGS": Program(Quasi),
+    "a closure called beforehand": Program(Beforehand, options=lambda: {"gradient_clip_val": 0.5}),
     "SAM": Program(Sharp),
     "None": Program(Skipping, ddp=None),
     "dataloader_iter": Program(Fetching),

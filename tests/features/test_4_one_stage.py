@@ -99,14 +99,16 @@ def _methods(directory: Path) -> list[Outcome]:
         {"sync": AllReduce(), "exchange": Exchange(EightBit(feedback=True))},
         {"sync": "semi_decentralized", "variance_correction": True},
     ]
-    return [_train(directory, PROGRAMS["adversarial"], 2, SDPipeStrategy(**way), max_epochs=3) for way in ways]
+    found = [_train(directory, PROGRAMS["adversarial"], 2, SDPipeStrategy(**way), max_epochs=3) for way in ways]
+    return [*found, _train(directory, PROGRAMS["a closure called beforehand"], 2, SDPipeStrategy())]
 
 
 @pytest.mark.distributed
 def test_all_optimizers_are_averaged_together_by_every_method(tmp_path: Path) -> None:
     before, (one, other) = Adversarial().state_dict(), on_four_ranks(_methods, tmp_path, count=2)
     for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-        assert mine[1] == theirs[1] == 2 * 3 * 4, number  # two optimizers, three epochs of four batches
+        assert mine[1] == theirs[1], number
+        assert mine[1] == 2 * 3 * 4 or number == len(one) - 1, "two optimizers, three epochs of four batches"
         for name, value in mine[0].items():
             torch.testing.assert_close(value, theirs[0][name], msg=lambda m, n=name, i=number: f"{i}, {n}: {m}")
             assert value.isfinite().all()

@@ -319,7 +319,7 @@ _WITHOUT = "was called without the closure that optimizer_step was given"
     _SEVERAL_TIMES,
     "with `num_stages=1` it works",
 )
-@refused("Gradients", "`optimizer_step` that does not pass its closure on", _WITHOUT)
+@refused("Gradients", "`optimizer_step` that does not pass its closure on", _WITHOUT, "with `num_stages=1` it works")
 @pytest.mark.parametrize(
     ("module", "error", "ways", "options"),
     [
