@@ -100,7 +100,8 @@ def text(plain: dict[str, Any], status: Status | None) -> str:
     if plain["ended"] is None:
         ago = {lost["pipeline"]: lasted(lost["seconds_ago"]) for lost in plain["pipelines"]["lost"]}
         lines += [
-            f"lost     pipeline {pipeline} {since} ago: its own output says why" for pipeline, since in ago.items()
+            f"lost     pipeline {pipeline} {since} ago: its log says why (pipeline-{pipeline}.log of sdpipe run)"
+            for pipeline, since in ago.items()
         ]
     if plain["abstains"] is not None:
         lines.append(f"slow?    {plain['abstains']}")

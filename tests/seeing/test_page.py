@@ -65,7 +65,7 @@ def test_a_page_of_text_has_what_the_run_does_and_which_pipelines_are_lost() -> 
     seen = dataclasses.replace(pair(128, 1.0), gone={B: 4.0}, doing=does, now=10.0)
     assert shown(seen).splitlines()[:2] == [
         "training, epoch 1 of 3; about 1 min 15 s left; val_loss 0.5",
-        "lost     pipeline 1 6 s ago: its own output says why",
+        "lost     pipeline 1 6 s ago: its log says why (pipeline-1.log of sdpipe run)",
     ]
 
 

@@ -84,7 +84,7 @@ def page_with_losses() -> str:
 def test_all_lives_of_a_pipeline_are_counted_and_their_ends_are_marked() -> None:
     text = Page(page_with_losses()).text
     assert "140 + 560 = 700" in text
-    assert "2 of 3: 2 lost 2 min 19 s ago" in text
+    assert "2 of 3: pipeline 2 lost 2 min 19 s ago" in text
     for words in ("pipeline 1 was lost after 28 s", "pipeline 1 is back after 38 s", "pipeline 2 was lost after 11 s"):
         assert words in text
     assert "Training" in text
@@ -120,7 +120,7 @@ def test_a_browser_shows_the_state_the_pipelines_and_the_losses_without_scrollin
     texts, bottoms = zip(*json.loads(found), strict=True)
     assert texts == (
         "Training",
-        "2 of 3: 2 lost 2 min 19 s ago",
+        "2 of 3: pipeline 2 lost 2 min 19 s ago",
         "pipeline 1 was lost after 28 s",
         "pipeline 1 is back after 38 s",
         "pipeline 2 was lost after 11 s",
