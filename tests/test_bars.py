@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -307,6 +307,13 @@ def measured() -> dict[str, int]:
         len(vocabulary()),
     )
     return dict(zip(BARS, counts, strict=True))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgets() -> Iterator[None]:
+    """The trees of all files are 200 MB, which every later fork of this process would have."""
+    yield
+    parsed.cache_clear()
 
 
 def test_the_house_only_gets_smaller() -> None:
