@@ -159,36 +159,25 @@ def test_a_metric_goes_on_after_it_was_merged() -> None:
     assert model.auroc.compute() == twice.compute()
 
 
-class Custom(Metric):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("worst", torch.zeros(()), dist_reduce_fx=torch.prod)
+class Own(Metric):
+    """Of the user's, with a state that is reduced in some way."""
 
-    def update(self, value: Tensor) -> None:
-        self.worst = value
+    def __init__(self, state: str, reduction: Any) -> None:
+        super().__init__()
+        self.add_state(state, torch.zeros(()), dist_reduce_fx=reduction)
+
+    def update(self, value: Tensor) -> None: ...
 
     def compute(self) -> Tensor:
-        return self.worst
-
-
-class Running(Metric):
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("level", torch.zeros(()), dist_reduce_fx="mean")
-
-    def update(self, value: Tensor) -> None:
-        self.level = value
-
-    def compute(self) -> Tensor:
-        return self.level
+        return torch.zeros(())
 
 
 @pytest.mark.parametrize(
     ("metric", "reason"),
     [
         (PearsonCorrCoef(), "'mean_x' of the metric 'mine' has dist_reduce_fx=None"),
-        (Custom(), "'worst' of the metric 'mine' has dist_reduce_fx=prod"),
-        (Running(), "'level' of the metric 'mine' has dist_reduce_fx=dim_zero_mean"),
+        (Own("worst", torch.prod), "'worst' of the metric 'mine' has dist_reduce_fx=prod"),
+        (Own("level", "mean"), "'level' of the metric 'mine' has dist_reduce_fx=dim_zero_mean"),
     ],
     ids=["none", "custom", "mean"],
 )
