@@ -811,6 +811,8 @@ class SDPipeStrategy(DDPStrategy):
             return gathered
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if not self.optimizers:  # the user loads a checkpoint outside of a run
+            return
         if not checkpoint["optimizer_states"]:
             raise ConfigurationError(
                 "The checkpoint has no optimizer state, so training cannot continue from it. Perhaps a process that "

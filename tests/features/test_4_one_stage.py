@@ -354,6 +354,7 @@ class Stopping(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert outputs["number"] == batch_idx
+        assert len(copy.deepcopy(self.trainer.callbacks)) == len(self.trainer.callbacks)  # type: ignore[attr-defined]
         self.trainer.should_stop = batch_idx == 2
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -367,6 +368,7 @@ def _as_lightning(directory: Path) -> None:
     assert decided == (True, 2.0), "outside of a run"
     trainer.strategy._lightning_module, model.trainer = model, trainer
     trainer.strategy.load_model_state_dict({"state_dict": model.state_dict()})
+    trainer.strategy.load_optimizer_state_dict({"optimizer_states": []})
     loader = train_loader()
     assert trainer.strategy.process_dataloader(loader) is loader, "outside of a run"
     assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
