@@ -25,7 +25,7 @@ class Model(L.LightningModule):
         if case != "no_chain":
             self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
         if case == "compiled_chain":
-            self.net.compile()
+            self.net.compile(backend="eager")
         self.automatic_optimization = case != "manual"
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
@@ -67,7 +67,7 @@ def main(case: str, start_method: Any = "popen", **environment: str) -> None:
         max_epochs=-1 if case == "parted" else 1,
         enable_checkpointing=False,
     )
-    model = torch.compile(Model(case)) if case == "compiled" else Model(case)
+    model = torch.compile(Model(case), backend="eager") if case == "compiled" else Model(case)
     trainer.fit(model, DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8))
 
 
