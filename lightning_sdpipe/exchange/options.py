@@ -21,11 +21,11 @@ class Exchange:
 
     Args:
         payload: encoding of tensors in messages, from :mod:`lightning_sdpipe.exchange.payloads`.
-        overlap: ``"none"``: a worker waits until the mean is there. ``"step"``: the mean arrives while the next
+        overlap: ``"none"``: a worker waits for the mean. ``"step"``: the mean arrives while the next
             mini-batch is computed. ``"free"``: a thread averages at its own pace, beside training.
         hierarchy: ``"hosts"`` averages within each machine first, in full precision, and then across machines, each
             worker moving its own part; ``"flat"`` treats all workers alike.
-        interval: seconds from the end of one average to the next one, with ``overlap="free"``.
+        interval: with ``overlap="free"``, seconds from the end of one average to the beginning of the next.
     """
 
     payload: Payload = field(default_factory=Full)

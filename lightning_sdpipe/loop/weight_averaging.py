@@ -23,14 +23,14 @@ _CURRENT, _REST = "current_model_state", "averaging_state"  # Lightning's names,
 
 
 class SDPipeWeightAveraging(Callback):
-    """Averages the weights that a run goes through, as Lightning's ``WeightAveraging`` and ``EMAWeightAveraging`` do,
-    which copy the whole module. Here each worker averages what its stage holds, in one copy of it.
+    """Averages the weights over the steps of a run, as Lightning's ``WeightAveraging`` and ``EMAWeightAveraging`` do.
+    Those copy the whole module; here each worker keeps one copy of its own stage.
 
-    Validation runs on the average, checkpoints have it as their ``state_dict`` (and the weights that training goes on
-    from as ``current_model_state``), and the module has it after training. Where pipelines train models of their own,
-    each has an average of its own; where the models are made equal, before validation, checkpoints and the end of an
-    epoch, so are the averages, by the same rule: their mean, or with ``AllReduce`` those of the pipeline that has
-    trained longest. Steps are counted by ``trainer.global_step``, so the averages of a fast pipeline and of a slow one
+    Validation runs on the average. Checkpoints have it as their ``state_dict``, beside the weights with which training
+    continues (``current_model_state``), and the module has it after training. If pipelines train models of their own,
+    each has its own average. Where their models are made equal (before validation, checkpoints and the end of an
+    epoch), their averages are, too: to their mean, or with ``AllReduce`` to that of the pipeline that has trained
+    longest. Steps are counted by ``trainer.global_step``, so the averages of a fast pipeline and of a slow one
     have the same weights; a pipeline whose count rises by several at once counts its weights as often.
 
     Override :meth:`should_update` to choose other moments. With ``update_every_n_steps=0`` and
@@ -39,15 +39,15 @@ class SDPipeWeightAveraging(Callback):
     the statistics of BatchNorm, which are averaged as well.
 
     Args:
-        device: where the average is kept, as ``"cpu"``; where the stage is by default.
-        use_buffers: average buffers, too; else the average has those of the last update.
-        decay: of an exponential average; by default all updates count alike.
-        update_every_n_steps: average after every so many optimizer steps; 0 for the ends of epochs only.
-        update_starting_at_step: after this step, counted from 0, at the earliest.
-        update_starting_at_epoch: average at the end of each epoch from this one on, counted from 0, besides.
-        avg_fn: gives an averaged tensor from the one before, the current one, and how many were averaged; instead of
-            ``decay``, and as for :class:`torch.optim.swa_utils.AveragedModel`, like the next one.
-        multi_avg_fn: the same in place, of lists of tensors.
+        device: where the average is kept, such as ``"cpu"``; by default where the stage is.
+        use_buffers: whether buffers are averaged, too; otherwise the average has those of the last update.
+        decay: decay of an exponential average; by default all updates count equally.
+        update_every_n_steps: optimizer steps between two updates of the average; 0 for the ends of epochs only.
+        update_starting_at_step: first step after which the average is updated, counted from 0.
+        update_starting_at_epoch: also update it at the end of each epoch from this one on, counted from 0.
+        avg_fn: used instead of ``decay``, as in :class:`torch.optim.swa_utils.AveragedModel`: takes the average so far,
+            the current tensor and the number of averaged ones, and returns the new average.
+        multi_avg_fn: the same in place, for lists of tensors.
 
     Raises:
         ConfigurationError: several ways to average are given, or a number is out of its range.

@@ -25,12 +25,12 @@ class FrozenVariance(OptimizerWrapper):
 
     Until then every parameter and moment is bit-equal to the wrapped optimizer's. From then on the step divides by the
     second moment as it is, with *its* bias correction frozen too; the first moment and its bias correction, weight
-    decay and the learning rate go on. So meaningless squares of gradients of a few bits do no harm.
+    decay and the learning rate continue. So squares of gradients of a few bits, which mean nothing, do no harm.
 
-    The next gradient of a value that had nearly none so far, or an error of compression, which is equally large for all
-    values of a block, would throw the value far away: it would be divided by nearly nothing for good. So frozen second
-    moments are raised to `floor` times the mean of their tensor; and a tensor whose gradients were all zero is not
-    updated any more. The published algorithm is `floor=0`.
+    A value that has had hardly any gradient so far has a tiny second moment. Once that is frozen, its next gradient, or
+    an error of compression (which is equally large for all values of a block), would throw it far away. So frozen
+    second moments are raised to `floor` times the mean of their tensor; and a tensor whose gradients were all zero is
+    not updated any more. The published algorithm is `floor=0`.
 
     It shares `param_groups` and `state` with the wrapped optimizer, as
     :class:`~lightning_sdpipe.optim.VarianceCorrection` does. A second moment that a checkpoint has frozen stays frozen,

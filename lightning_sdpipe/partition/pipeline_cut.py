@@ -18,10 +18,10 @@ class Balanced:
         speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the work. With a
             number of stages for each pipeline, a list for each.
         bandwidth: bytes per second between neighbouring stages, in either direction.
-        memory: bytes of the device of each stage that training may use, or lists as for ``speeds``; None for no check.
+        memory: bytes that training may use on the device of each stage, or lists as for ``speeds``; None: no check.
             Counted are parameters, gradients, the optimizer's state, and what the micro-batches in flight keep.
-        optimizer_state: bytes of its state for each byte of trained parameters: 2 for Adam, 1 with momentum, 0 for
-            plain SGD.
+        optimizer_state: bytes of optimizer state for each byte of trained parameters: 2 for Adam, 1 with momentum, 0
+            for plain SGD.
     """
 
     speeds: Sequence[float] | Sequence[Sequence[float]] | None = None

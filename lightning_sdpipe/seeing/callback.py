@@ -28,16 +28,16 @@ _SHARES = {
 
 
 class RunMetrics(Callback):
-    """Logs the activity of all workers: ``trainer.logger`` gets ``sdpipe/samples_per_second``, ``sdpipe/findings``,
-    ``sdpipe/blind`` and, as shares of the time of each stage's workers since it was logged last,
+    """Logs what all workers do: ``trainer.logger`` gets ``sdpipe/samples_per_second``, ``sdpipe/findings``,
+    ``sdpipe/blind`` and, as shares of the time of each stage's workers since the last time,
     ``sdpipe/stage_0/own``, ``…/waits_for_pipeline``, ``…/waits_for_replicas`` and ``…/exchange``.
 
     Rank 0 asks the scheduler in a thread, and logs the answer, for the step in which it asked, at the end of the first
     batch after the answer came: no step waits for it, no logger is called by two threads, and nothing is reduced among
-    workers. A question is left out while the one before is not answered.
+    workers. While a question is not answered, no other is asked.
 
     Args:
-        every: optimizer steps between questions.
+        every: number of optimizer steps between two questions.
 
     Raises:
         ConfigurationError: ``every`` is not a number of at least 1; or, when training begins, the strategy has no
