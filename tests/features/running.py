@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,14 +14,17 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.topology.groups import keep_until_the_end
 from recipes.harness import processes
 from recipes.harness.processes import be_rank
 from tests.workers import free_port, run_workers
@@ -32,9 +36,13 @@ registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[a
 
 def train_before_forks(directory: Path) -> None:
     """Train once in this process, so that its forks need not repeat what a first training costs: imports, caches of
-    Lightning, and the search for callbacks in all packages are half of the processor time of a short one."""
-    with torch.random.fork_rng():
+    Lightning, and the search for callbacks in all packages are half of the processor time of a short one. A first
+    training under the strategy costs another tenth."""
+    with isolate_rng(), mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook):
         one_process(directory, enable_checkpointing=True).fit(Regression(), train_loader(), eval_loader())
+        as_torchrun(0, free_port(), 1, functools.partial(fitted, strategy=SDPipeStrategy(), max_epochs=1), (directory,))
+        dist.destroy_process_group()
+        keep_until_the_end(())
 
 
 def on_four_ranks(work: Callable[..., Any], *arguments: Any, count: int = 4) -> list[Any]:
@@ -74,8 +82,10 @@ def trainer_of_this_process(directory: Path, **options: Any) -> L.Trainer:
 
 
 def quiet_trainer(**options: Any) -> L.Trainer:
-    """Return a Trainer on CPUs that prints nothing, and saves nothing unless a callback does."""
+    """Return a Trainer on CPUs that prints nothing, saves nothing unless a callback does, and validates after training
+    only: sanity validation would be a fifth of what a short fit costs."""
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet["num_sanity_val_steps"] = 0
     given = options.get("callbacks") or []
     saves = any(isinstance(callback, Checkpoint) for callback in (given if isinstance(given, list) else [given]))
     return L.Trainer(**{"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": saves, **quiet, **options})
@@ -126,18 +136,24 @@ def fitted(directory: Path, module: Regression | None = None, loaders: Any = Non
 
 
 def compare(directory: Path, runs: Mapping[str, Callable[[Path], Outcome]]) -> None:
-    """Assert that each of the runs leaves on four ranks what it leaves in one process. All runs share the four
-    processes."""
+    """Assert that each of the runs leaves on four ranks what it leaves in one process."""
+    for name, (ranks, (expected, metrics, equal)) in both(directory, runs).items():
+        assert_same([rank[0] for rank in ranks], expected, name)
+        assert not torch.equal(expected["net.0.weight"], Regression().net[0].weight), name
+        assert ranks[0][1] == pytest.approx(metrics, rel=1e-5), name
+        assert all(rank[2] == equal for rank in ranks), name
 
-    def run(path: Path) -> dict[str, Outcome]:
+
+def both(
+    directory: Path, runs: Mapping[str, Callable[[Path], Any]], count: int = 4
+) -> dict[str, tuple[list[Any], Any]]:
+    """Return what each run returns on each rank, and in one process. All runs share the ranks."""
+
+    def run(path: Path) -> dict[str, Any]:
         return {name: run(path / name) for name, run in runs.items()}
 
-    ranks, alone = on_four_ranks(run, directory / "four"), run(directory / "one")
-    for name, (expected, metrics, equal) in alone.items():
-        assert_same([rank[name][0] for rank in ranks], expected)
-        assert not torch.equal(expected["net.0.weight"], Regression().net[0].weight), name
-        assert ranks[0][name][1] == pytest.approx(metrics, rel=1e-5), name
-        assert all(rank[name][2] == equal for rank in ranks), name
+    ranks, alone = on_four_ranks(run, directory / "four", count=count), run(directory / "one")
+    return {name: ([rank[name] for rank in ranks], alone[name]) for name in runs}
 
 
 def refuse(
@@ -151,6 +167,20 @@ def refuse(
     """Assert that training on four ranks ends with these words."""
     with pytest.raises((ConfigurationError, MisconfigurationException, WorkerFailedError), match=re.escape(error)):
         pipelines(directory, strategy, **options).fit(module, *(loaders or (train_loader(), eval_loader())))
+
+
+def refuse_each(directory: Path, cases: Sequence[tuple[Any, str, dict[str, Any]]], **options: Any) -> None:
+    """Assert that training of each module ends with these words on both ranks, at the same point."""
+
+    def each(directory: Path) -> None:
+        for module, error, own in cases:
+            try:
+                refuse(directory, module, error, **options, **own)
+            except BaseException as failure:
+                failure.add_note(f"{type(module).__name__}: {error}")
+                raise
+
+    on_four_ranks(each, directory, count=2)
 
 
 def samples(count: int = SAMPLES) -> TensorDataset:
@@ -172,7 +202,7 @@ def train_loader(count: int = SAMPLES, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, 2 * BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0), **options)
 
 
-def eval_loader(count: int = SAMPLES) -> DataLoader[Any]:
+def eval_loader(count: int = SAMPLES // 2) -> DataLoader[Any]:
     return DataLoader(samples(count), BATCH if on_pipelines() else 2 * BATCH)
 
 
@@ -181,9 +211,10 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items() if not value.is_meta}
 
 
-def assert_same(parts: list[dict[str, Tensor]], whole: dict[str, Tensor], **tolerance: float) -> None:
-    """Assert that the parts of all ranks make up ``whole``."""
-    assert set().union(*parts) == set(whole)
+def assert_same(parts: list[dict[str, Tensor]], whole: dict[str, Tensor], of: str = "", **tolerance: float) -> None:
+    """Assert that the parts of all ranks make up ``whole``; ``of`` names the run in the message."""
+    assert set().union(*parts) == set(whole), of
+    near = {"rtol": 1e-5, "atol": 1e-6, **tolerance}
     for part in parts:
         for name, value in part.items():
-            torch.testing.assert_close(value, whole[name], **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
+            torch.testing.assert_close(value, whole[name], **near, msg=lambda m, n=name: f"{of} {n}: {m}")

@@ -174,7 +174,7 @@ _ELSEWHERE = "what it is now does not travel to other stages"
 @refused("Callbacks", "other objects that the end of an evaluation changes, where another stage uses them", _ELSEWHERE)
 def test_what_does_not_travel_is_not_used_elsewhere(tmp_path: Path) -> None:
     loaders = DataLoader(samples(), 8), DataLoader(samples(16), 8)
-    on_four_ranks(partial(refuse, loaders=loaders, num_sanity_val_steps=0), tmp_path, Unpacked(), _ELSEWHERE, count=2)
+    on_four_ranks(partial(refuse, loaders=loaders), tmp_path, Unpacked(), _ELSEWHERE, count=2)
 
 
 class Unseeded(Regression):

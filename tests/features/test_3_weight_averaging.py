@@ -145,7 +145,7 @@ class Seen(L.Callback):
 
 def _on_shards(directory: Path, shard: int | None = None) -> list[dict[str, Tensor]]:
     """With pipelines that never share models until the end of the epoch, or one of their shards in one process."""
-    seen, options = Seen(), {"max_epochs": 1, "num_sanity_val_steps": 0}
+    seen, options = Seen(), {"max_epochs": 1}
     module = Regression()
     if shard is None:
         strategy = SDPipeStrategy(2, NoSync(), data="sharded")

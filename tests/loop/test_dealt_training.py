@@ -103,7 +103,6 @@ def train(
         strategy=strategy,
         default_root_dir=directory,
         callbacks=[*callbacks, Diary(directory)],
-        num_sanity_val_steps=0,
         **{"enable_checkpointing": bool(callbacks), **options},
     )
     size = batches * BATCH * len(factors) // stages

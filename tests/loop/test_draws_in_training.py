@@ -135,7 +135,6 @@ def drawing(directory: Path, schedule: str, accumulate: int) -> tuple[list[Tenso
         directory,
         SDPipeStrategy(2, sync=AllReduce(), schedule=schedule, num_micro_batches=1),
         accumulate_grad_batches=accumulate,
-        num_sanity_val_steps=0,
     )
     trainer.fit(module, train_loader(), eval_loader())
     assert trainer.strategy.training.parts.pipeline.flushes == (schedule == "1f1b")  # type: ignore[attr-defined]

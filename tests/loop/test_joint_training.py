@@ -85,7 +85,6 @@ def fit(
         strategy=chosen,
         default_root_dir=directory,
         callbacks=[Diary(directory)],
-        num_sanity_val_steps=0,
         **options,
     )
     trainer.fit(Model(dropout), loader, DataLoader(Numbered(8, weekday), 2))

@@ -74,7 +74,6 @@ def _train(directory: Path) -> dict[str, Any]:
         strategy=SDPipeStrategy(num_stages=2, sync=AllReduce(), num_micro_batches=1),
         devices=4,
         callbacks=[keeps],
-        num_sanity_val_steps=0,
     )
     trainer.fit(module, DataLoader(samples(), 4), DataLoader(samples(8), 4))
     buffers = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
