@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.features.running import (
-    Regression,
-    eval_loader,
-    on_four_ranks,
-    one_process,
-    pipelines,
-    samples,
-    trainer_of_this_process,
-)
+from tests.features.running import Regression, both, eval_loader, samples, trainer_of_this_process
 from tests.features.table import supported
 
 pytestmark = pytest.mark.distributed
@@ -30,9 +23,17 @@ def _evaluate(directory: Path) -> list[Any]:
     return [*trainer.validate(module, eval_loader()), *trainer.test(module, eval_loader())]
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Any], Any]]:
+    """What each rank has, and what one process has."""
+    predict = {f"predicted {count}": functools.partial(_predict, count=count) for count in (22, 4)}
+    return both(tmp_path_factory.mktemp("run"), {"evaluated": _evaluate, "written": _write, **predict})
+
+
 @supported("Trainer", "`validate`, `test`", "returns the metrics on rank 0")
-def test_evaluation(tmp_path: Path) -> None:
-    for metrics, expected in zip(on_four_ranks(_evaluate, tmp_path)[0], _evaluate(tmp_path), strict=True):
+def test_evaluation(found: dict[str, Any]) -> None:
+    (first, *_), alone = found["evaluated"]
+    for metrics, expected in zip(first, alone, strict=True):
         assert metrics == pytest.approx(expected, rel=1e-5)
 
 
@@ -48,8 +49,8 @@ def _predict(directory: Path, count: int) -> Any:
 
 @supported("Trainer", "`predict`", "on rank 0, all batches in the order of the data")
 @pytest.mark.parametrize("count", [22, 4])
-def test_predict(tmp_path: Path, count: int) -> None:
-    predictions, expected = on_four_ranks(_predict, tmp_path, count)[0], _predict(tmp_path, count)
+def test_predict(found: dict[str, Any], count: int) -> None:
+    (predictions, *_), expected = found[f"predicted {count}"]
     for mine, theirs in zip(predictions, expected, strict=True):
         assert mine["sizes"] == theirs["sizes"]
         torch.testing.assert_close(mine["outputs"], theirs["outputs"])
@@ -72,16 +73,15 @@ class Writer(BasePredictionWriter):
 
 def _write(directory: Path) -> tuple[dict[int, Tensor], list[int]]:
     writer = Writer()
-    pipelines(directory, callbacks=[writer]).predict(Regression(), DataLoader(samples(22), 4), return_predictions=False)
+    trainer = trainer_of_this_process(directory, callbacks=[writer])
+    trainer.predict(Regression(), DataLoader(samples(22), 4), return_predictions=False)
     return writer.written, writer.epoch
 
 
 @supported("Trainer", "`BasePredictionWriter`", "each pipeline's last stage writes its share, with the right indices")
-def test_prediction_writer(tmp_path: Path) -> None:
-    ranks = on_four_ranks(_write, tmp_path)
+def test_prediction_writer(found: dict[str, Any]) -> None:
+    ranks, (expected, _) = found["written"]
     written = {index: value for parts, _ in ranks for index, value in parts.items()}
     assert sum(len(parts) for parts, _ in ranks) == 22
     assert sorted(index for _, indices in ranks for index in indices) == list(range(22))
-    expected = one_process(tmp_path).predict(Regression(), DataLoader(samples(22), 4))
-    assert expected is not None
-    torch.testing.assert_close(torch.stack([written[i] for i in range(22)]), torch.cat(expected))
+    torch.testing.assert_close(written, expected)

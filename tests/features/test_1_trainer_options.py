@@ -59,11 +59,8 @@ class Reloading(Regression):
         self.reloads += 1
         return train_loader()
 
-
-def _reload(directory: Path) -> Outcome:
-    trainer, module = trainer_of_this_process(directory, reload_dataloaders_every_n_epochs=1), Reloading()
-    trainer.fit(module)
-    return weights(module), {}, [module.reloads]
+    def on_train_epoch_end(self) -> None:
+        self.log("both", float(self.reloads))
 
 
 class Watching(Regression):
@@ -117,17 +114,14 @@ def _twice(directory: Path) -> Outcome:
     return weights(module), metrics, [trainer.global_step, Path(best.best_model_path).name]
 
 
+_HALF: dict[str, Any] = {"limit_train_batches": 0.5, "limit_val_batches": 0.5}
+_CAREFUL: dict[str, Any] = {"detect_anomaly": True, "deterministic": True, "inference_mode": False}
 RUNS: dict[str, Callable[[Path], Outcome]] = {
-    "fit": lambda path: fitted(path, num_sanity_val_steps=2),
-    "built in setup": lambda path: fitted(path, BuiltInSetup(), max_steps=2),
-    "limits": lambda path: fitted(path, limit_train_batches=0.5, limit_val_batches=0.5),
+    "few steps of what is built in setup": lambda path: fitted(path, BuiltInSetup(), max_steps=3, max_epochs=-1),
+    "limited and careful": lambda path: fitted(path, **_HALF, **_CAREFUL),
     "fast": lambda path: fitted(path, fast_dev_run=2),
-    "overfit": lambda path: fitted(path, overfit_batches=1, max_epochs=3),
-    "few steps": lambda path: fitted(path, max_steps=3, max_epochs=-1),
-    "often": lambda path: fitted(path, val_check_interval=0.25),
-    "rarely": lambda path: fitted(path, check_val_every_n_epoch=2),
+    "overfit": lambda path: fitted(path, overfit_batches=1),
     "steps": lambda path: fitted(path, check_val_every_n_epoch=None, val_check_interval=3, max_epochs=3),
-    "careful": lambda path: fitted(path, detect_anomaly=True, deterministic=True, inference_mode=False),
     "bare": lambda path: fitted(path, barebones=True, logger=None, enable_checkpointing=None),
     "loaders": lambda path: fitted(
         path, Both(), ({"a": train_loader(), "b": train_loader(16)}, [eval_loader(), eval_loader(16)])
@@ -135,16 +129,19 @@ RUNS: dict[str, Callable[[Path], Outcome]] = {
     "shortest": lambda path: fitted(
         path, Both(), (CombinedLoader({"a": train_loader(), "b": train_loader(16)}, "min_size"), eval_loader())
     ),
-    "reload": _reload,
+    "reloaded and validated rarely": lambda path: fitted(
+        path, Reloading(), (None, eval_loader()), reload_dataloaders_every_n_epochs=1, check_val_every_n_epoch=2
+    ),
     "watching": lambda path: fitted(
         path,
         Watching(),
+        num_sanity_val_steps=2,
         callbacks=[RichProgressBar()],
         enable_model_summary=True,
         enable_progress_bar=True,
         logger=TensorBoardLogger(path, log_graph=True),
     ),
-    "steering": lambda path: fitted(path, Steering()),
+    "steering, and validated often": lambda path: fitted(path, Steering(), val_check_interval=0.25),
     "twice": _twice,
 }
 

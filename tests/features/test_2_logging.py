@@ -21,6 +21,7 @@ from lightning_sdpipe.p2p import labelled
 from tests.features.running import (
     BATCH,
     Regression,
+    both,
     eval_loader,
     on_four_ranks,
     on_pipelines,
@@ -90,10 +91,16 @@ def _fit(directory: Path) -> Found:
 
 
 @pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found], Found]:
-    """The directory of four ranks, what each of them has, and what one process has."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[list[Any], Any]]]:
+    """A directory, what each of four ranks has, and what one process has."""
     directory = tmp_path_factory.mktemp("logged")
-    return directory / "four", on_four_ranks(_fit, directory / "four"), _fit(directory / "one")
+    return directory, both(directory, {"logged": _fit, "steps": _steps, "profiled": _profiled})
+
+
+@pytest.fixture
+def fitted(runs: tuple[Path, dict[str, Any]]) -> tuple[Path, list[Found], Found]:
+    directory, found = runs
+    return directory / "four" / "logged", *found["logged"]
 
 
 @supported("Logging", "`self.log`, `self.log_dict` with `on_step`, `on_epoch`, `prog_bar`, `reduce_fx`, `batch_size`",
@@ -129,8 +136,8 @@ def _steps(directory: Path) -> tuple[float, float, Tensor]:
 
 
 @supported("Logging", "micro-batches of one step are averaged (or summed, as `reduce_fx` says), not overwritten")
-def test_micro_batches(tmp_path: Path) -> None:
-    mean, total, batch = on_four_ranks(_steps, tmp_path)[0]
+def test_micro_batches(runs: tuple[Path, dict[str, Any]]) -> None:
+    ((mean, total, batch), *_), _ = runs[1]["steps"]
     assert mean == pytest.approx(float(batch.mean()), rel=1e-6)
     assert total == len(batch) == 4
 
@@ -164,7 +171,7 @@ class ByClass(Regression):
 
 def _by_class(directory: Path) -> list[dict[str, float]]:
     cut: Any = SDPipeStrategy(1, AllReduce(), data="sharded") if on_pipelines() else "auto"
-    trainer = trainer_of_this_process(directory, strategy=cut, num_sanity_val_steps=0)
+    trainer = trainer_of_this_process(directory, strategy=cut)
     size, data = BATCH if on_pipelines() else 2 * BATCH, samples(27)
     trainer.fit(ByClass(), DataLoader(data, size, sampler=_Turns(data)))
     trained = {name: float(value) for name, value in trainer.callback_metrics.items() if "_step" not in name}
@@ -224,6 +231,8 @@ def test_loggers(fitted: tuple[Path, list[Found], Found]) -> None:
 
 
 def _profiled(directory: Path) -> set[str]:
+    if not on_pipelines():
+        return set()
     profiler = PyTorchProfiler(directory, "profile", record_module_names=False)
     strategy = SDPipeStrategy(2, LocalSGD(every=1), data="sharded")
     trainer = pipelines(directory, strategy, max_epochs=1, profiler=profiler)
@@ -242,8 +251,8 @@ def test_profiler_of_modules(tmp_path: Path) -> None:
 
 @supported("Logging", "`PyTorchProfiler(record_module_names=False)`, and `torch.profiler`",
            "labels `sdpipe:forward 3` and so on, by micro-batch, and `wait`, `group`, `exchange`")  # fmt: skip
-def test_profiler(tmp_path: Path) -> None:
+def test_profiler(runs: tuple[Path, dict[str, Any]]) -> None:
     each = {"sdpipe:forward 0", "sdpipe:forward 1", "sdpipe:backward 0", "sdpipe:backward 1", "sdpipe:wait"}
-    for labels in on_four_ranks(_profiled, tmp_path):
+    for labels in runs[1]["profiled"][0]:
         assert labels == each | {"sdpipe:group", "sdpipe:exchange"}
     assert labelled("forward", 3) is labelled("wait")  # nothing is made without a profiler

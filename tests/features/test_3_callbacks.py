@@ -32,10 +32,11 @@ from torch import Tensor
 from tests.features.running import (
     Regression,
     assert_same,
+    both,
     eval_loader,
     on_four_ranks,
     pipelines,
-    refuse,
+    refuse_each,
     train_loader,
     trainer_of_this_process,
     weights,
@@ -51,6 +52,16 @@ SAVING: dict[str, dict[str, Any]] = {
     "by steps": {"every_n_train_steps": 5, "save_top_k": -1, "filename": "{step}"},
     "best by steps": {"every_n_train_steps": 5, "monitor": "loss_step", "save_top_k": 1, "filename": "{step}"},
 }
+
+
+Found = dict[str, tuple[list[Any], Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank has, and what one process has."""
+    runs = {"files": _files, "stopped": _stopped, "accumulated": _accumulate, "calls": _calls}
+    return both(tmp_path_factory.mktemp("callbacks"), runs)
 
 
 def _files(directory: Path) -> dict[str, tuple[list[str], str, float]]:
@@ -69,9 +80,8 @@ def _files(directory: Path) -> dict[str, tuple[list[str], str, float]]:
 
 
 @supported("Callbacks", "`ModelCheckpoint`: `monitor`, `save_top_k`, `save_last`, `every_n_train_steps`")
-def test_model_checkpoint(tmp_path: Path) -> None:
-    first, *others = on_four_ranks(_files, tmp_path / "four")
-    expected = _files(tmp_path / "one")
+def test_model_checkpoint(found: Found) -> None:
+    (first, *others), expected = found["files"]
     assert all(rank == first for rank in others)
     for name, (files, best, score) in expected.items():
         if SAVING[name].get("monitor") != "loss_step":  # which is the loss of one pipeline
@@ -87,10 +97,10 @@ def _stopped(directory: Path) -> tuple[int, int]:
 
 
 @supported("Callbacks", "`EarlyStopping`")
-def test_early_stopping(tmp_path: Path) -> None:
-    expected = _stopped(tmp_path / "one")
+def test_early_stopping(found: Found) -> None:
+    ranks, expected = found["stopped"]
     assert 0 < expected[1] < 19
-    assert set(on_four_ranks(_stopped, tmp_path / "four")) == {expected}
+    assert set(ranks) == {expected}
 
 
 class Summary(ModelSummary):
@@ -147,8 +157,8 @@ def _accumulate(directory: Path) -> tuple[dict[str, Tensor], int]:
 
 
 @supported("Callbacks", "`GradientAccumulationScheduler`")
-def test_accumulation_scheduler(tmp_path: Path) -> None:
-    ranks, expected = on_four_ranks(_accumulate, tmp_path / "four"), _accumulate(tmp_path / "one")
+def test_accumulation_scheduler(found: Found) -> None:
+    ranks, expected = found["accumulated"]
     assert {steps for _, steps in ranks} == {expected[1]} == {6}
     assert_same([parts for parts, _ in ranks], expected[0])
 
@@ -173,17 +183,17 @@ class Hooks(L.Callback):
 
 def _calls(directory: Path) -> Counter[str]:
     hooks = Hooks()
-    trainer = trainer_of_this_process(directory, callbacks=[hooks], accumulate_grad_batches=2)
+    trainer = trainer_of_this_process(directory, callbacks=[hooks], accumulate_grad_batches=2, num_sanity_val_steps=2)
     trainer.fit(Regression(), train_loader(), eval_loader())
     return hooks.calls
 
 
 @supported("Callbacks", "`on_*` hooks are called as often as in one process, on every rank")
-def test_hooks(tmp_path: Path) -> None:
-    expected = _calls(tmp_path / "one")
+def test_hooks(found: Found) -> None:
+    ranks, expected = found["calls"]
     assert expected["on_before_optimizer_step"] == 4
     assert expected["on_after_backward"] == 8
-    assert all(calls == expected for calls in on_four_ranks(_calls, tmp_path / "four"))
+    assert all(calls == expected for calls in ranks)
 
 
 _SECOND_COPY = "keeps a second copy of the whole model, and each worker holds its own stage only"
@@ -193,18 +203,15 @@ _DISTRIBUTED = "The Batch size finder is not supported with distributed strategi
 _NO_LOSS = "stops where the loss grows, and the loss exists on last stages only"
 
 
-def _refuse(directory: Path) -> None:
-    cases = [
-        (StochasticWeightAveraging(1e-2), _SECOND_COPY),
-        (WeightAveraging(), _SECOND_COPY),
-        (ModelPruning("l1_unstructured", amount=0.5), _REPLACES),
-        (OnExceptionCheckpoint("."), _AFTER_FAILURE),
-        (ModelCheckpoint(save_on_exception=True), _AFTER_FAILURE),
-        (BatchSizeFinder(), _DISTRIBUTED),
-        (LearningRateFinder(), _NO_LOSS),
-    ]
-    for callback, error in cases:
-        refuse(directory, Regression(), error, callbacks=[callback])
+_SAYS: list[tuple[L.Callback, str]] = [
+    (StochasticWeightAveraging(1e-2), _SECOND_COPY),
+    (WeightAveraging(), _SECOND_COPY),
+    (ModelPruning("l1_unstructured", amount=0.5), _REPLACES),
+    (OnExceptionCheckpoint("."), _AFTER_FAILURE),
+    (ModelCheckpoint(save_on_exception=True), _AFTER_FAILURE),
+    (BatchSizeFinder(), _DISTRIBUTED),
+    (LearningRateFinder(), _NO_LOSS),
+]
 
 
 @refused("Callbacks", "`StochasticWeightAveraging`", _SECOND_COPY,
@@ -222,4 +229,4 @@ def _refuse(directory: Path) -> None:
 @refused("Callbacks", "`BatchSizeFinder`", _DISTRIBUTED, "Lightning's own rule for all distributed strategies")
 @refused("Callbacks", "`LearningRateFinder`, `Tuner.lr_find`", _NO_LOSS, "with `num_stages=1` it works")
 def test_what_does_not_go_with_parts_of_a_model(tmp_path: Path) -> None:
-    on_four_ranks(_refuse, tmp_path, count=2)
+    refuse_each(tmp_path, [(Regression(), error, {"callbacks": [callback]}) for callback, error in _SAYS])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from tests.features.running import (
     Outcome,
     Regression,
     assert_same,
+    both,
     compare,
     fitted,
     on_four_ranks,
     on_pipelines,
     pipelines,
-    refuse,
+    refuse_each,
     train_loader,
     trainer_of_this_process,
     weights,
@@ -34,6 +34,15 @@ from tests.features.running import (
 from tests.features.table import refused, supported
 
 pytestmark = pytest.mark.distributed
+
+
+Precisions = dict[str, tuple[list[Any], Any]]
+"""What each of four ranks has after each of :data:`PRECISIONS`, and what one process has."""
+
+
+@pytest.fixture(scope="module")
+def precisions(tmp_path_factory: pytest.TempPathFactory) -> Precisions:
+    return both(tmp_path_factory.mktemp("precisions"), PRECISIONS)
 
 
 def _half_precision(directory: Path, precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]:
@@ -46,9 +55,8 @@ def _half_precision(directory: Path, precision: str) -> tuple[dict[str, Tensor],
 
 
 @supported("Precision", "`32-true`, `bf16-mixed`", "the same as in one process, up to rounding")
-def test_bf16_mixed(tmp_path: Path) -> None:
-    ranks = on_four_ranks(_half_precision, tmp_path / "four", "bf16-mixed")
-    expected, seen = _half_precision(tmp_path / "one", "bf16-mixed")
+def test_bf16_mixed(precisions: Precisions) -> None:
+    ranks, (expected, seen) = precisions["bf16-mixed"]
     assert seen == {torch.bfloat16}
     assert set().union(*(dtypes for _, dtypes in ranks)) == seen
     assert_same([parts for parts, _ in ranks], expected, rtol=0.05, atol=0.01)
@@ -61,18 +69,29 @@ class Losses(Regression):
         self.__dict__.setdefault("losses", []).append(outputs["loss"].detach().clone())
 
 
-def _true_precision(directory: Path, precision: Any) -> tuple[dict[str, Tensor], Tensor]:
-    trainer, model = trainer_of_this_process(directory, precision=precision), Losses()
+class Doubled(Losses):
+    """Its loss has another type than its weights."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).double()
+
+
+def _true_precision(
+    directory: Path, precision: Any, model: Regression | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    trainer, model = trainer_of_this_process(directory, precision=precision), model or Losses()
     trainer.fit(model, train_loader())
     return weights(model), torch.stack(model.__dict__["losses"])
 
 
 @supported("Precision", "`bf16-true`, `64-true`", "the loss reaches the hooks of all stages in its own type")
-def test_true_precision(tmp_path: Path) -> None:
-    for precision, dtype, tolerance in (("bf16-true", torch.bfloat16, 0.1), ("64-true", torch.float64, 1e-9)):
-        ranks = on_four_ranks(_true_precision, tmp_path / precision / "four", precision)
-        expected, _ = _true_precision(tmp_path / precision / "one", precision)
-        assert {value.dtype for parts, _ in ranks for value in parts.values()} == {dtype}
+@supported("Precision", "losses of any floating-point type", "hooks see the same loss on all stages")
+def test_true_precision(precisions: Precisions) -> None:
+    kinds = ("bf16-true", torch.bfloat16, 0.1), ("64-true", torch.float64, 1e-9), ("doubled", torch.float64, 1e-5)
+    for precision, dtype, tolerance in kinds:
+        ranks, (expected, _) = precisions[precision]
+        of_weights = torch.float32 if precision == "doubled" else dtype
+        assert {value.dtype for parts, _ in ranks for value in parts.values()} == {of_weights}
         assert_same([parts for parts, _ in ranks], expected, rtol=tolerance, atol=tolerance / 2)
         for one, other in ((0, 1), (2, 3)):  # stages of a pipeline
             assert ranks[one][1].dtype == ranks[other][1].dtype == dtype
@@ -93,10 +112,10 @@ def _scaled(directory: Path, frozen: int) -> tuple[dict[str, Tensor], float, int
 
 @supported("Precision", "`16-mixed`", "with a loss scale; a step that overflows on one stage is skipped on all; with "
            "`schedule=\"pipedream\"`, on those that overflow")  # fmt: skip
-@pytest.mark.parametrize("frozen", [0, 2], ids=["all", "last stage"])
-def test_16_mixed(tmp_path: Path, frozen: int) -> None:
+@pytest.mark.parametrize("trained", ["all", "last stage"])
+def test_16_mixed(precisions: Precisions, trained: str) -> None:
     """Where the first stage has no gradients, it votes on an overflow all the same."""
-    ranks, expected = on_four_ranks(_scaled, tmp_path / "four", frozen), _scaled(tmp_path / "one", frozen)
+    ranks, expected = precisions[trained]
     assert expected[1] == 512.0
     assert {scale for _, scale, _ in ranks} == {expected[1]}
     assert_same([parts for parts, _, _ in ranks], expected[0], rtol=0.02, atol=0.005)
@@ -105,7 +124,7 @@ def test_16_mixed(tmp_path: Path, frozen: int) -> None:
 def _left_out(directory: Path) -> list[tuple[dict[str, Tensor], float]]:
     """With a loss scale that grows, and one that stays."""
     found = []
-    for interval in (2, 1000):
+    for interval in (2, 1000) if on_pipelines() else ():
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 64.0, growth_interval=interval))
         strategy = SDPipeStrategy(2, AllReduce(), exchange=Exchange(OneBit(block=8)), schedule="pipedream")
         model = Regression(lr=0.02)
@@ -115,13 +134,23 @@ def _left_out(directory: Path) -> list[tuple[dict[str, Tensor], float]]:
     return found
 
 
-@pytest.mark.distributed
-def test_what_messages_leave_out_has_no_loss_scale_without_a_flush(tmp_path: Path) -> None:
-    ranks = on_four_ranks(_left_out, tmp_path)
+def test_what_messages_leave_out_has_no_loss_scale_without_a_flush(precisions: Precisions) -> None:
+    ranks, _ = precisions["left out"]
     assert [large > small == 64.0 for (_, large), (_, small) in ranks] == [True, False] * 2, "the last stages' grow"
     for (growing, _), (staying, _) in ranks:
         for name, value in growing.items():
             torch.testing.assert_close(value, staying[name], rtol=0.02, atol=0.002)
+
+
+PRECISIONS: dict[str, Callable[[Path], Any]] = {
+    "bf16-mixed": lambda path: _half_precision(path, "bf16-mixed"),
+    "bf16-true": lambda path: _true_precision(path, "bf16-true"),
+    "64-true": lambda path: _true_precision(path, "64-true"),
+    "doubled": lambda path: _true_precision(path, "32-true", Doubled()),
+    "all": lambda path: _scaled(path, 0),
+    "last stage": lambda path: _scaled(path, 2),
+    "left out": _left_out,
+}
 
 
 class Fused(Regression):
@@ -236,19 +265,12 @@ class Several(Regression):
         return [torch.optim.SGD(self.net[:2].parameters(), 0.1), torch.optim.SGD(self.net[2:].parameters(), 0.1)]
 
 
-class Twice(Regression):
-    """Steps twice on each batch."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-        optimizer.step(closure=optimizer_closure)
-
-
-class Skipping(Regression):
-    """Steps on every other batch; Lightning wants the closure to be called on the others, too."""
+class TwiceOrNever(Regression):
+    """Steps twice on every other batch; Lightning wants the closure to be called on the others, too."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
             optimizer.step(closure=optimizer_closure)
         else:
             optimizer_closure()
@@ -262,15 +284,15 @@ class Unsynchronised(Regression):
 
 RUNS: dict[str, Callable[[Path], Outcome]] = {
     "clipped by norm": lambda path: fitted(path, Tied(), gradient_clip_val=0.05),
-    "clipped by value": lambda path: fitted(path, gradient_clip_val=0.02, gradient_clip_algorithm="value"),
-    "accumulated": lambda path: fitted(path, accumulate_grad_batches=2),
+    "accumulated and clipped by value": lambda path: fitted(
+        path, accumulate_grad_batches=2, gradient_clip_val=0.02, gradient_clip_algorithm="value"
+    ),
     "overridden": lambda path: fitted(path, Overriding()),
     "scheduled by step": lambda path: fitted(path, Scheduled()),
-    "scheduled by epoch": lambda path: fitted(path, Epochs(), max_epochs=3),
+    "scheduled by epoch": lambda path: fitted(path, Epochs()),
     "plateau": lambda path: fitted(path, Plateau(), max_epochs=3),
     "plateau in mid-epoch": lambda path: fitted(path, ByStep(), max_epochs=3, val_check_interval=2),
-    "twice": lambda path: fitted(path, Twice()),
-    "skipping": lambda path: fitted(path, Skipping()),
+    "twice or never": lambda path: fitted(path, TwiceOrNever()),
 }
 
 
@@ -320,9 +342,8 @@ _WITHOUT = "was called without the closure that optimizer_step was given"
     "with `num_stages=1` it works",
 )
 @refused("Gradients", "`optimizer_step` that does not pass its closure on", _WITHOUT, "with `num_stages=1` it works")
-@pytest.mark.parametrize(
-    ("module", "error", "ways", "options"),
-    [
+def test_what_a_pipeline_cannot_step_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[type[Regression], str, dict[str, Any], dict[str, Any]]] = [
         (Fused, _BY_ITSELF, {}, {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}),
         (ClippingElsewhere, _CLIP, {"schedule": "pipedream"}, {}),
         (ClippingTwice, _TWICE, {"schedule": "pipedream"}, {}),
@@ -334,13 +355,10 @@ _WITHOUT = "was called without the closure that optimizer_step was given"
         (Sharp, _SEVERAL_TIMES, {}, {}),
         (Quasi, "LBFGS evaluates the loss several times in a step", {}, {}),
         (Unsynchronised, _WITHOUT, {}, {}),
-    ],
-)
-def test_what_a_pipeline_cannot_step_is_refused(
-    tmp_path: Path, module: type[Regression], error: str, ways: dict[str, Any], options: dict[str, Any]
-) -> None:
-    strategy = SDPipeStrategy(**{"num_stages": 2, **ways})
-    on_four_ranks(partial(refuse, strategy=strategy, **options), tmp_path, module(), error, count=2)
+    ]
+    for _, _, ways, options in cases:
+        options["strategy"] = SDPipeStrategy(**{"num_stages": 2, **ways})
+    refuse_each(tmp_path, [(module(), error, options) for module, error, _, options in cases])
 
 
 class LateFirstStage(Regression):

@@ -94,25 +94,20 @@ def test_ordinary(tmp_path: Path) -> None:
     assert_same([parts for parts, _ in ranks], loaded.state_dict(), rtol=0, atol=0)
 
 
-def _resume(
-    directory: Path,
-    whole: list[tuple[dict[str, Tensor], int]],
-    count: int,
-    num_stages: int,
-    distributed: Any = False,
-    sync: Any = None,
-    exchange: Exchange | None = None,
-) -> None:
-    """Trains two epochs one after the other, to compare with those that ``whole`` has trained at once."""
-    how = distributed, sync, exchange
-    on_four_ranks(_train, directory / "half", Random, 1, num_stages, None, *how, count=count)
+def _at_once_and_in_turn(directory: Path, num_stages: int, distributed: Any, *how: Any) -> list[Any]:
+    """What two epochs leave that are trained at once, and one after the other."""
+    whole = _train(directory / "whole", Random, 2, num_stages, None, bool(distributed), *how)
+    _train(directory / "half", Random, 1, num_stages, None, distributed, *how)
     half = directory / "half" / "last.ckpt"
     assert is_distributed(half) == bool(distributed)
     # another directory, so that the random states start elsewhere
-    rest = on_four_ranks(_train, directory / "the rest", Random, 2, num_stages, half, *how, count=count)
+    return [whole, _train(directory / "the rest", Random, 2, num_stages, half, distributed, *how)]
+
+
+def _resume(directory: Path, count: int, *how: Any) -> None:
     tolerance = 0 if count == 1 else 1e-6
-    for (mine, steps), (theirs, expected_steps) in zip(rest, whole, strict=True):
-        assert steps == expected_steps
+    for (theirs, expected), (mine, steps) in on_four_ranks(_at_once_and_in_turn, directory, *how, count=count):
+        assert steps == expected
         assert_same([mine], theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -123,38 +118,39 @@ def _resume(
     ("count", "num_stages", "exchange"), [(1, 1, None), (4, 2, Exchange(OneBit(block=8, after=6)))], ids=str
 )
 def test_resume(tmp_path: Path, count: int, num_stages: int, exchange: Exchange | None) -> None:
-    how = False, None, exchange
-    whole = on_four_ranks(_train, tmp_path / "whole", Random, 2, num_stages, None, *how, count=count)
-    _resume(tmp_path, whole, count, num_stages, exchange=exchange)
+    _resume(tmp_path, count, num_stages, False, None, exchange)
+
+
+def _save_both(directory: Path) -> None:
+    for distributed in (False, True):
+        _train(directory / f"half {distributed}", Regression, 1, 2, None, distributed)
 
 
 @supported("Checkpoints", "a checkpoint of M × N workers resumes on M′ × N′")
-@pytest.mark.parametrize("distributed", [False, True])
-def test_resume_on_others(tmp_path: Path, distributed: bool) -> None:
-    on_four_ranks(_train, tmp_path / "half", Regression, 1, 2, None, distributed)
-    half = tmp_path / "half" / "last.ckpt"
-    assert half.is_dir() == distributed
+def test_resume_on_others(tmp_path: Path) -> None:
+    halves = [tmp_path / f"half {distributed}" / "last.ckpt" for distributed in (False, True)]
+    on_four_ranks(_save_both, tmp_path)
+    assert [half.is_dir() for half in halves] == [False, True]
 
-    def rest(num_stages: int, num_pipelines: int) -> list[tuple[dict[str, Tensor], int]]:
+    def rest(num_stages: int, num_pipelines: int, distributed: bool) -> list[tuple[dict[str, Tensor], int]]:
         place, count = tmp_path / f"{num_stages} {num_pipelines}", num_stages * num_pipelines
+        half = halves[distributed]
         return on_four_ranks(_train, place, Regression, 2, num_stages, half, distributed, count=count)
 
     # each pipeline takes batches of the same size, so with N′ of them a step takes N′ times as many samples
-    expected = {count: rest(1, count)[0] for count in (1, 2)}
+    expected = {count: rest(1, count, count == 2)[0] for count in (1, 2)}
     assert [steps for _, steps in expected.values()] == [4 + 8, 4 + 4]
-    for count, num_stages in ((1, 4), (1, 3)) if distributed else ((1, 3), (2, 2)):
-        for parts, steps in rest(num_stages, count):
+    for count, num_stages, distributed in ((1, 3, False), (2, 2, False), (1, 4, True)):
+        for parts, steps in rest(num_stages, count, distributed):
             assert steps == expected[count][1]
-            assert_same([parts], {name: expected[count][0][name] for name in parts})
+            assert_same([parts], {name: expected[count][0][name] for name in parts}, f"{num_stages} × {count}")
 
 
 @supported("Checkpoints", "`SDPipeStrategy(save_distributed_checkpoint=True)` or `\"async\"`",
            "each rank writes its part with `torch.distributed.checkpoint`, with the optimizer states of all pipelines; "
            "`python -m lightning_sdpipe.checkpoints.consolidate` makes one file")  # fmt: skip
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    directory = tmp_path / "whole"  # two epochs at once, saved by all ranks, each pipeline for itself
-    ranks = on_four_ranks(_train, directory, Random, 2, 2, None, True, NoSync())
-    _resume(tmp_path, ranks, 4, 2, "async", NoSync())  # the optimizers of the two pipelines differ
+    _resume(tmp_path, 4, 2, "async", NoSync())  # the optimizers of the two pipelines differ
     one, several = tmp_path / "one.ckpt", tmp_path / "half" / "last.ckpt"
     with script(tmp_path, module, consolidate.__name__, str(several), str(one)) as run:
         assert run.wait() == 0, run.printed()
@@ -163,7 +159,7 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     assert trainer.global_step > 4
     (optimizer,) = trainer.optimizers
     assert len(optimizer.state) == len(list(Random().parameters()))
-    for place in (directory, tmp_path / "the rest"):
+    for place in (tmp_path / "whole", tmp_path / "the rest"):  # saved by all ranks
         assert len([*(place / "last.ckpt").glob("*.distcp")]) == 4
         assert not list(place.glob(".*"))
 

@@ -125,13 +125,11 @@ def _all(directory: Path) -> dict[str, dict[str, Tensor]]:
     """Many runs in the same processes."""
     all_at_once = SemiDecentralized(window=float("inf"))
     runs: dict[str, Callable[[Path], dict[str, Tensor]]] = {
-        "later": lambda path: _fit(path, Unfreezing, sync=all_at_once),
         "later, zero_bubble": lambda path: _fit(path, Unfreezing, sync=AllReduce(), schedule="zero_bubble"),
         "within": lambda path: _fit(path, UnfreezingWithin, sync=AllReduce()),
         "within, interleaved": lambda path: _fit(path, UnfreezingWithin, sync=all_at_once, schedule="interleaved_1f1b"),
         "added": lambda path: _fit(path, Adding, sync=AllReduce()),
-        "frozen": lambda path: _fit(path, Freezing, sync=all_at_once),
-        "frozen, all_reduce": lambda path: _fit(path, Freezing, sync=AllReduce()),
+        "frozen": lambda path: _fit(path, Freezing, sync=AllReduce()),
         "pipedream": lambda path: _pipedream(path, True),
         "pipedream, two runs": lambda path: _pipedream(path, False),
         "finetuning": lambda path: _finetune(path, SDPipeStrategy(4, variance_correction=True), 2),
@@ -156,9 +154,9 @@ Runs = tuple[Path, dict[str, list[dict[str, Tensor]]]]
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        (Unfreezing, ["later", "later, zero_bubble"]),
+        (Unfreezing, ["later, zero_bubble"]),
         (UnfreezingWithin, ["within", "within, interleaved"]),
-        (Freezing, ["frozen", "frozen, all_reduce"]),
+        (Freezing, ["frozen"]),
         (Adding, ["added"]),
     ],
 )

@@ -16,7 +16,7 @@ from tests.features.running import (
     Regression,
     assert_same,
     on_four_ranks,
-    refuse,
+    refuse_each,
     samples,
     trainer_of_this_process,
     weights,
@@ -42,15 +42,10 @@ class Scaled(Regression):
         return loss
 
 
-@pytest.mark.parametrize(
-    ("late", "message"),
-    [
-        (False, "training_step keeps a value from one batch to the next"),
-        (True, "The metric 'seen' is computed in a step on a stage that has never updated it"),
-    ],
-)
-def test_it_is_refused(tmp_path: Path, late: bool, message: str) -> None:
-    on_four_ranks(refuse, tmp_path, Scaled(late), message, count=2)
+def test_it_is_refused(tmp_path: Path) -> None:
+    early = "training_step keeps a value from one batch to the next"
+    late = "The metric 'seen' is computed in a step on a stage that has never updated it"
+    refuse_each(tmp_path, [(Scaled(False), early, {}), (Scaled(True), late, {})])
 
 
 class Deciding(Regression):
