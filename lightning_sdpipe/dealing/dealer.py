@@ -60,6 +60,8 @@ class Dealer:
         self._accounts = [PipelineProgress(depth) for depth in depths or [num_stages] * num_pipelines]
         self._left: list[list[range]] = [[] for _ in range(num_pipelines)]
         """Batches of each home shard that are not dealt, in order."""
+        self._asking: set[int] = set()
+        """Pipelines whose last ask may be open, which are few of many."""
         self._retired = 0
         """Batches that were trained by pipelines that have returned the rest."""
         self.segment: Segment | None = None
@@ -86,6 +88,7 @@ class Dealer:
                 account.present = True
                 account.hear(worker.stage, done, now)
                 account.asked = max(account.asked, ordinal)
+                self._asking.add(worker.pipeline)
                 self._stops |= done.stops
                 return self._settle(now)
             case Trained(worker, segment, done):
@@ -220,22 +223,26 @@ class Dealer:
         if self._stops:
             self._left = [[] for _ in self._left]
         decided: list[Lease] = []
-        for pipeline, account in enumerate(self._accounts):
-            if account.open and not account.waits:
+        for pipeline in self._open():
+            if not self._accounts[pipeline].waits:
                 lease = None if self._over else self._lease(pipeline, self._quotas(now), now)
                 decided.append(self._record(lease or self._empty(pipeline, self._over)))
-        if not self._over and any(account.waits for account in self._accounts):
+        if not self._over and self._open():
             decided += self._serve_who_waits(now)
         if self._over:
-            waiting = [pipeline for pipeline, account in enumerate(self._accounts) if account.waits]
-            decided += [self._record(self._empty(pipeline, over=True)) for pipeline in waiting]
+            decided += [self._record(self._empty(pipeline, over=True)) for pipeline in self._open()]
         return decided
+
+    def _open(self) -> list[int]:
+        """Return the pipelines with an open ask; those that are left when the others have been answered wait."""
+        self._asking = {pipeline for pipeline in self._asking if self._accounts[pipeline].open}
+        return sorted(self._asking)
 
     def _serve_who_waits(self, now: float) -> list[Lease]:
         decided: list[Lease] = []
         while any(self._left):
             quotas = self._quotas(now)
-            first = next((i for i, account in enumerate(self._accounts) if account.waits and quotas.get(i)), None)
+            first = next((i for i in self._open() if quotas.get(i)), None)
             lease = None if first is None else self._lease(first, quotas, now)
             if lease is None:
                 return decided

@@ -67,7 +67,7 @@ class OuterRoundsPolicy(RoundsOfAll):
     def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
         if progress.worker.stage == 0:  # all stages make the same
             self._made += progress.steps
-        return self.advance(0, Reason.EVERYBODY_CAME)
+        return [] if self._made < self._due else self.advance(0, Reason.EVERYBODY_CAME)
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
         self._made = self._due  # a round that has broken off may be waited for

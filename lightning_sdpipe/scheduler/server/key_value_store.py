@@ -54,6 +54,7 @@ class KeyValueStore:
         self._rooms: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         self._bytes = self._keys = 0
         self._waiting: dict[Asker, Waiting] = {}
+        """In the order in which they expire."""
         self._sums: OrderedDict[Asker, int] = OrderedDict()
 
     def handle(self, peer: bytes, request: e.Store, outbox: Outbox, now: float) -> None:
@@ -133,21 +134,27 @@ class KeyValueStore:
         """Return the present values of ``keys``."""
         return tuple(self._rooms.get(_namespace(key), {}).get(key) for key in keys)
 
-    def has(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` have a value."""
-        return not self._missing(keys)
-
     def _missing(self, keys: Sequence[str]) -> set[str]:
         return {key for key, value in zip(keys, self.get(keys), strict=True) if value is None}
 
     def wait(self, asker: Asker, keys: tuple[str, ...], now: float) -> tuple[bytes | None, ...] | None:
         """Return the values of ``keys`` if all are there; else None, and ``asker`` is answered later."""
-        if self.has(keys):
-            return self.get(keys)
-        for gone in [waiting.asker for waiting in self._waiting.values() if waiting.until <= now]:
-            del self._waiting[gone]
         missing = self._missing(keys)
-        others = [len(waiting.missing) for waiting in self._waiting.values() if waiting.asker != asker]
+        if not missing:
+            return self.get(keys)
+        while self._waiting and (first := next(iter(self._waiting.values()))).until <= now:
+            del self._waiting[first.asker]
+        waits = Waiting(asker, keys, now + PATIENCE, missing)
+        if (before := self._waiting.get(asker)) is None or before.keys != keys:  # else it is a repetition, as most are
+            self._check_waits(waits)
+        self._waiting.pop(asker, None)
+        self._waiting[asker] = waits
+        return None
+
+    def _check_waits(self, waits: Waiting) -> None:
+        """Raise StoreFull if that is too much to wait for."""
+        keys, missing = waits.keys, waits.missing
+        others = [len(waiting.missing) for waiting in self._waiting.values() if waiting.asker != waits.asker]
         long = len(keys) > MAX_FETCHED or any(len(key) > MAX_KEY_CHARACTERS for key in keys)
         if long or len(others) >= MAX_WAITING or sum(others) + len(missing) > self._max_keys:
             raise StoreFull(
@@ -155,8 +162,6 @@ class KeyValueStore:
                 f"{MAX_KEY_CHARACTERS} characters are allowed, and of all workers {MAX_WAITING} requests for "
                 f"{self._max_keys} missing keys"
             )
-        self._waiting[asker] = Waiting(asker, keys, now + PATIENCE, missing)
-        return None
 
     def remove(self, key: str) -> bool:
         """Remove ``key``; return whether it was there."""

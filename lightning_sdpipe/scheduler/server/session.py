@@ -153,12 +153,21 @@ class Session:
         return f"Session({self.worker}, {self.state.value}, iteration={self.iteration}, answer={self.answer})"
 
 
+def _worker(session: Session) -> Worker:
+    return session.worker
+
+
 class Sessions(dict[Worker, Session]):
     """The current session of each worker that ever joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_stage: dict[int, list[Session]] = {}
 
     def begin(self, worker: Worker, id: int, now: float) -> Session:
         """Begin the session of a new start of ``worker``, in place of an older one."""
         session = self[worker] = Session(worker, id, now)
+        self._by_stage[worker.stage] = sorted((s for s in self.values() if s.worker.stage == worker.stage), key=_worker)
         return session
 
     def of(self, worker: Worker, id: int) -> Session | None:
@@ -168,7 +177,7 @@ class Sessions(dict[Worker, Session]):
 
     def of_stage(self, stage: int) -> list[Session]:
         """Return the sessions of ``stage``, by pipeline."""
-        return sorted((s for s in self.values() if s.worker.stage == stage), key=lambda session: session.worker)
+        return self._by_stage.get(stage, [])
 
     def active_in(self, stage: int) -> list[Worker]:
         """Return the workers of ``stage`` that the policy counts on, by pipeline."""
