@@ -105,7 +105,8 @@ class Storm(elastic_world.World):
         return round(self.now * 1e9)
 
     def stands(self, process: Process) -> None:
-        """Be ready for a round of DiLoCo, and train on."""
+        """Be ready for a round of DiLoCo, and train on. No two readies have one number."""
+        process.iteration += 1
         self.is_ready(process, lambda answer: self._named.update({process.incarnation: answer.group}))
 
     def is_ready(self, process: Process, then: Callable[[Any], None]) -> None:
