@@ -4,14 +4,19 @@ Every pipeline is a host of its own (a network namespace) whose link the kernel 
 workers arrive later by an emulated latency, and so does what they and the scheduler say to each other, through a proxy.
 Devices sleep instead of computing, and one is slower than the others. A pipeline that was killed is started again at
 once, from a process that has imported everything, and gets the state of another one.
+
+Two pipelines train on links of published rates, too, without kills: which share of their rate without a link is left.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +29,11 @@ from recipes.harness.namespaces import hosts, inside
 from recipes.suites.elastic import Record, Work, World
 from recipes.suites.emulated import FEATURES, EmulatedChain, passes
 from recipes.suites.far_apart.samples import PacedBert, Text, learn_together, loader, losses, reached, rows_of, target
-from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios
+from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, values
 from recipes.suites.soak.events import Events
 from recipes.suites.trainings import quiet
 
-LOWER_IS_BETTER = frozenset({"samples"})
+LOWER_IS_BETTER = frozenset({"samples", "longest"})
 
 BATCH = 4
 KILLED, CALM, BEST, ALL_REDUCE = "killed", "calm", "best", "all_reduce"
@@ -91,6 +96,7 @@ def run(
     kill_every: float,
     repeats: int,
     samples: Mapping[str, Any],
+    links: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
     """Train with kills and without; and a BERT with kills and without.
@@ -105,6 +111,9 @@ def run(
         samples: ``text``, options of :class:`~recipes.suites.far_apart.samples.Text`; ``work``, those of
             :class:`Islands` that differ; ``fast_lrs``, learning rates, at the best of which it is compared with
             all-reduce; and the number of ``seeds``, which may be 0.
+        links: of runs on thinner and wider ones: ``work``, options of :class:`Islands`; ``methods``, each with a
+            ``sync``, an ``exchange`` and the ``steps`` that are counted, or None to leave it out; and ``rates`` in
+            Mbit/s, each with the share of the rate that is published, and the goal of the best method.
         seed: of the victims.
 
     Raises:
@@ -112,21 +121,10 @@ def run(
     """
     quiet()
     rows: list[Row] = []
-    always: dict[str, Any] = {"num_stages": 1, "make": island, "timeout": 120.0, **work}
-    always["exchange"] = hydra.utils.instantiate(exchange)
-
-    def train(islands: Islands, killed: int | None) -> tuple[list[Record], int]:
-        """Make one run to its end, with the victims of a seed; return what was noted, and the number of kills."""
-        with (
-            hosts(islands.num_pipelines + 1, rate_mbit) as names,
-            inside(names[-1]),
-            tempfile.TemporaryDirectory(prefix="far-apart-") as directory,
-            World(Path(directory), islands, hosts=names) as world,
-        ):
-            most, draws = 0 if killed is None else 1 << 30, random.Random(killed)
-            done = Events(world, draws, most, kill_every, frozenset(), {}, {"kill": 1}, regular=True)
-            done.until_the_end()
-            return world.records(), done.what["kill"]
+    always: dict[str, Any] = {"num_stages": 1, "make": island, "timeout": 120.0}
+    rows += on_links(always, **links)
+    always |= {**work, "exchange": hydra.utils.instantiate(exchange)}
+    train = partial(play, rate_mbit=rate_mbit, kill_every=kill_every)
 
     for repeat in range(repeats):
         for name in (KILLED, CALM):
@@ -146,6 +144,59 @@ def run(
         rows.append({"run": "bert", "repeat": number, **row})
         print(rows[-1], flush=True)
     return rows, ratios_of(rows)
+
+
+def play(
+    islands: Islands, killed: int | None = None, *, rate_mbit: float | None, kill_every: float = 1.0
+) -> tuple[list[Record], int]:
+    """Make one run to its end, with the victims of a seed, if any; return what was noted, and the number of kills."""
+    with (
+        hosts(islands.num_pipelines + 1, rate_mbit) as names,
+        inside(names[-1]),
+        tempfile.TemporaryDirectory(prefix="far-apart-") as directory,
+        World(Path(directory), islands, hosts=names) as world,
+    ):
+        most, draws = 0 if killed is None else 1 << 30, random.Random(killed)
+        done = Events(world, draws, most, kill_every, frozenset(), {}, {"kill": 1}, regular=True)
+        done.until_the_end()
+        return world.records(), done.what["kill"]
+
+
+def on_links(
+    always: Mapping[str, Any],
+    *,
+    work: Mapping[str, Any],
+    methods: Mapping[str, Mapping[str, Any] | None],
+    rates: Sequence[tuple[float, float, float]],
+) -> list[Row]:
+    """Return the steps per second of each method at each rate, and without a link."""
+    rows = []
+    for rate, published, goal in [(math.inf, 1.0, 1.0), *rates]:
+        for name, method in methods.items():
+            if method is None or (rows and math.isinf(rate)):
+                continue  # without a link the first one stands for all
+            sync, exchange = (hydra.utils.instantiate(method[key]) for key in ("sync", "exchange"))
+            every, steps, rated = getattr(sync, "every", 1), method["steps"], math.isfinite(rate)
+            islands = Islands(**always, sync=sync, exchange=exchange, batches=0, **work)
+            islands = replace(islands, batches=islands.num_pipelines * (steps + every + 1))
+            if not rated:
+                islands = replace(islands, latency=0.0)
+            records, _ = play(islands, rate_mbit=rate if rated else None)
+            row = {"run": "link", "repeat": 0, "method": name, "rate_mbit": rate, "published": published, "goal": goal}
+            in_full = 32e-6 * islands.num_parameters / rate
+            row |= paced(records, islands.num_pipelines * every, islands.num_pipelines * steps)
+            rows.append({**row, "in_full": 1.3 * in_full + islands.batch_seconds})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def paced(records: Sequence[Record], every: int, steps: int) -> Row:
+    """Return the rate of so many steps of all pipelines, in whole periods from the midst of the first one on, and the
+    longest time between two steps of one pipeline."""
+    times = sorted(at for record in records for at in record.times("trained"))
+    begin, end = times[(every + 1) // 2], times[(every + 1) // 2 + steps]
+    waits = [after - before for record in records for before, after in pairwise(record.times("trained"))]
+    return {"rate": steps / (end - begin), "longest": max(waits)}
 
 
 def to_target(calm: Sequence[float], killed: Sequence[Sequence[float]], all_reduce: Sequence[Sequence[float]]) -> Row:
@@ -204,4 +255,16 @@ def ratios_of(rows: Sequence[Row]) -> Ratios:
     )
     meaning += f"newcomers, {states / 1e6:.0f} MB, are not counted"
     goals["far_apart/bytes"] = Goal(meaning, "all_reduce_bytes", {"run": KILLED}, "bytes", 70.0)
+    alone = {"run": "link", "rate_mbit": math.inf}
+    for rate in values(chosen(rows, run="link"), "rate_mbit")[1:]:
+        found = chosen(rows, run="link", rate_mbit=rate)
+        best, theirs = max(found, key=lambda row: row["rate"]), found[0]["published"]
+        bars = {"full": theirs - 0.02}
+        for name, row in [(BEST, best), *((row["method"], row) for row in found)]:
+            of, key = {"run": "link", "rate_mbit": rate, "method": row["method"]}, f"{name}/{rate:g}mbit"
+            meaning = f"steps per second, {row['method']} on a link over DiLoCo without; published in full: {theirs:g}"
+            goals[f"share/{key}"] = Goal(meaning, "rate", of, alone, best["goal"] if name == BEST else bars.get(name))
+            if name != BEST:
+                meaning = "longest seconds between two steps over a step and 1.3 times those of all bytes in full"
+                goals[f"longest/{key}"] = Goal(meaning, "longest", of, "in_full", 1.0)
     return ratios(rows, goals)

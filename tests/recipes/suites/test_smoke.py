@@ -28,7 +28,11 @@ RATIOS = {
         *("ablation/hierarchy", "ablation/hierarchy/ring", "ablation/fusion", "bytes/hierarchy"),
         *("sdpipe/nosync/b/busy_link", "sdpipe/nosync/b/busy_link/default"),
     },
-    "far_apart": {f"far_apart/{name}" for name in ("utilisation", "calm", "bytes", "bytes/calm")},
+    "far_apart": {
+        *(f"far_apart/{name}" for name in ("utilisation", "calm", "bytes", "bytes/calm")),
+        *(f"{ratio}/{method}/100mbit" for ratio in ("share", "longest") for method in ("eight_bit", "all_reduce")),
+        "share/best/100mbit",
+    },
     "faults": {"longest_step/sdpipe/other/exchange", "longest_in_join/sdpipe", "newcomer/sdpipe"},
     "partial_reduce": {
         *("dynamic/constant/one_x5", "preduce/asp/one_x5", "preduce/eager/one_x5", "preduce/hete/one_x5"),
