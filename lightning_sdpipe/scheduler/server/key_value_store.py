@@ -20,6 +20,8 @@ MAX_VALUE_BYTES = 1 << 19
 MAX_BYTES = 1 << 26
 MAX_KEYS = 100_000
 MAX_WAITING = 10_000
+MAX_MISSING = 1 << 21
+"""Keys that all requests wait for: twice what the most pipelines do when each begins to wait for all others."""
 MAX_FETCHED = 1024
 MAX_NUMBER = 1 << 62
 PATIENCE = 10.0
@@ -47,10 +49,10 @@ class Waiting:
 
 
 class KeyValueStore:
-    """A store of at most ``max_keys`` keys with ``max_bytes`` bytes of values."""
+    """A store of at most ``max_keys`` keys with ``max_bytes`` bytes; requests wait for ``max_missing`` at most."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES, max_keys: int = MAX_KEYS) -> None:
-        self._max_bytes, self._max_keys = max_bytes, max_keys
+    def __init__(self, max_bytes: int = MAX_BYTES, max_keys: int = MAX_KEYS, max_missing: int = MAX_MISSING) -> None:
+        self._max_bytes, self._max_keys, self._max_missing = max_bytes, max_keys, max_missing
         self._rooms: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         self._bytes = self._keys = 0
         self._waiting: dict[Asker, Waiting] = {}
@@ -156,11 +158,11 @@ class KeyValueStore:
         keys, missing = waits.keys, waits.missing
         others = [len(waiting.missing) for waiting in self._waiting.values() if waiting.asker != waits.asker]
         long = len(keys) > MAX_FETCHED or any(len(key) > MAX_KEY_CHARACTERS for key in keys)
-        if long or len(others) >= MAX_WAITING or sum(others) + len(missing) > self._max_keys:
+        if long or len(others) >= MAX_WAITING or sum(others) + len(missing) > self._max_missing:
             raise StoreFull(
                 f"{len(keys)} keys to wait for, {len(missing)} of them missing; at most {MAX_FETCHED} of at most "
                 f"{MAX_KEY_CHARACTERS} characters are allowed, and of all workers {MAX_WAITING} requests for "
-                f"{self._max_keys} missing keys"
+                f"{self._max_missing} missing keys"
             )
 
     def remove(self, key: str) -> bool:

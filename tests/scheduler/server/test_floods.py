@@ -139,7 +139,7 @@ def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
 
 
 def test_keys_that_are_waited_for_are_counted() -> None:
-    store = KeyValueStore(max_keys=5000)
+    store = KeyValueStore(max_missing=5000)
 
     def wait(number: int) -> None:
         store.wait((b"a", number), tuple(f"room/{number}/{key}" for key in range(1000)), 0.0)
@@ -150,6 +150,12 @@ def test_keys_that_are_waited_for_are_counted() -> None:
         wait(number)
     with pytest.raises(StoreFull, match="keys to wait for"):
         wait(5)
+
+
+def test_a_thousand_pipelines_may_begin_to_wait_for_each_other_at_once() -> None:
+    store, keys = KeyValueStore(), tuple(f"epoch-1/0.{pipeline}" for pipeline in range(1024))
+    for key in keys[:-1]:
+        assert store.wait((key.encode(), 0), keys, 0.0) is None
 
 
 def test_of_keys_that_are_waited_for_those_that_are_there_do_not_count() -> None:
