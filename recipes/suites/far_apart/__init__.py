@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,14 @@ def run(
     always: dict[str, Any] = {"num_stages": 1, "make": island, "timeout": 120.0}
     rows += on_links(always, **links)
     always |= {**work, "exchange": hydra.utils.instantiate(exchange)}
-    train = partial(play, rate_mbit=rate_mbit, kill_every=kill_every)
+
+    def train(islands: Islands, killed: int | None) -> tuple[list[Record], int]:
+        """Make one run to its end, with the victims of a seed; return what was noted, and the number of kills."""
+        with world_of(islands, rate_mbit) as world:
+            most, draws = 0 if killed is None else 1 << 30, random.Random(killed)
+            done = Events(world, draws, most, kill_every, frozenset(), {}, {"kill": 1}, regular=True)
+            done.until_the_end()
+            return world.records(), done.what["kill"]
 
     for repeat in range(repeats):
         for name in (KILLED, CALM):
@@ -146,20 +153,16 @@ def run(
     return rows, ratios_of(rows)
 
 
-def play(
-    islands: Islands, killed: int | None = None, *, rate_mbit: float | None, kill_every: float = 1.0
-) -> tuple[list[Record], int]:
-    """Make one run to its end, with the victims of a seed, if any; return what was noted, and the number of kills."""
+@contextmanager
+def world_of(islands: Islands, rate_mbit: float | None) -> Iterator[World]:
+    """Pipelines that are hosts of their own, on links of that rate."""
     with (
         hosts(islands.num_pipelines + 1, rate_mbit) as names,
         inside(names[-1]),
         tempfile.TemporaryDirectory(prefix="far-apart-") as directory,
         World(Path(directory), islands, hosts=names) as world,
     ):
-        most, draws = 0 if killed is None else 1 << 30, random.Random(killed)
-        done = Events(world, draws, most, kill_every, frozenset(), {}, {"kill": 1}, regular=True)
-        done.until_the_end()
-        return world.records(), done.what["kill"]
+        yield world
 
 
 def on_links(
@@ -181,7 +184,11 @@ def on_links(
             islands = replace(islands, batches=islands.num_pipelines * (steps + every + 1))
             if not rated:
                 islands = replace(islands, latency=0.0)
-            records, _ = play(islands, rate_mbit=rate if rated else None)
+            with world_of(islands, rate if rated else None) as world:
+                world.start()
+                everybody = range(islands.num_pipelines)
+                world.wait(lambda: all(world.exit_codes(i) == [0] for i in everybody), "all to finish", 900.0)  # noqa: B023
+                records = world.records()
             row = {"run": "link", "repeat": 0, "method": name, "rate_mbit": rate, "published": published, "goal": goal}
             in_full = 32e-6 * islands.num_parameters / rate
             row |= paced(records, islands.num_pipelines * every, islands.num_pipelines * steps)
