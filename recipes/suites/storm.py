@@ -41,13 +41,21 @@ ALL_MEET = "all_reduce", "local_sgd", "diloco"
 
 
 class Storm(elastic_world.World):
-    """A run of ``pipelines`` of one stage by ``config``, whose batches take ``seconds``; ``kinds`` of faults come."""
+    """A run of ``pipelines`` of one stage by ``config``, whose batches take ``seconds``; ``kinds`` of faults come, for
+    each pipeline so many ``times`` as often as in the published storm."""
 
     def __init__(
-        self, config: PolicyConfig, pipelines: int, seconds: float, silence: float, kinds: Sequence[str], seed: int
+        self,
+        config: PolicyConfig,
+        pipelines: int,
+        seconds: float,
+        silence: float,
+        kinds: Sequence[str],
+        seed: int,
+        times: float = 1.0,
     ) -> None:
         self.config, self.pipelines, self.stages = config, pipelines, 1
-        self._seconds, self._silence = seconds, silence
+        self._seconds, self._silence, self._often = seconds, silence, times * pipelines / PUBLISHED
         self.kept: defaultdict[int, int] = defaultdict(int)
         """Steps by pipeline."""
         self.lived, self.rounds = 0.0, dict[int, float]()
@@ -145,7 +153,7 @@ class Storm(elastic_world.World):
     def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
         """Let a fault of this kind come, and the next one."""
         every, (shortest, longest) = FAULTS[kind]
-        self.after(first + faults.expovariate(self.pipelines / PUBLISHED / every), lambda: self.strikes(kind, faults))
+        self.after(first + faults.expovariate(self._often / every), lambda: self.strikes(kind, faults))
         alive = [p for p in self.processes if not (p.dead or self.away(p))]
         if first or self.over or not alive:
             return
@@ -216,7 +224,7 @@ class Storm(elastic_world.World):
 def run(
     *,
     methods: Mapping[str, Any],
-    sizes: Sequence[tuple[int, float]],
+    sizes: Sequence[tuple[int, float, float]],
     batch_seconds: float,
     worker_timeout: float,
     seed: int,
@@ -225,20 +233,21 @@ def run(
 
     Args:
         methods: specifications for Hydra, by name.
-        sizes: numbers of pipelines, each with the virtual hours of its runs.
+        sizes: numbers of pipelines, each with the virtual hours of its runs, and how many times as often as in the
+            published storm each of its pipelines is struck.
         batch_seconds: of a mini-batch.
         worker_timeout: of the scheduler, in seconds.
         seed: of everything.
     """
     logging.getLogger("lightning_sdpipe").setLevel(logging.ERROR)
     rows: list[Row] = []
-    for pipelines, hours in sizes:
+    for pipelines, hours, times in sizes:
         for name, specification in methods.items():
             calm = 0.0
             for weather, kinds in (("calm", ()), ("kills", ("kill",)), ("storm", tuple(FAULTS))):
                 method = hydra.utils.instantiate(specification)
                 config = getattr(method, "elastic_policy", method)
-                storm = Storm(config, pipelines, batch_seconds, worker_timeout, kinds, seed)
+                storm = Storm(config, pipelines, batch_seconds, worker_timeout, kinds, seed, times)
                 storm.run(3600 * hours)
                 rate = sum(storm.kept.values()) / storm.lived
                 calm = calm or rate
