@@ -151,11 +151,11 @@ class Storm(elastic_world.World):
         super().copied(process, receive)
 
     def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
-        """Let a fault of this kind come, and the next one."""
+        """Let a fault of this kind come, and the next one. One that trains is left alone: others get its state."""
         every, (shortest, longest) = FAULTS[kind]
         self.after(first + faults.expovariate(self._often / every), lambda: self.strikes(kind, faults))
         alive = [p for p in self.processes if not (p.dead or self.away(p))]
-        if first or self.over or not alive:
+        if first or self.over or sum(p.incarnation in self._kept_at for p in alive) < 2:
             return
         victim, until = faults.choice(alive), self.now + faults.uniform(shortest, longest)
         if kind == "kill":
