@@ -39,7 +39,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 
 BARS = {
     "code lines of the package": 37_832,
-    "code lines of recipes, without baselines and tools": 6_995,
+    "code lines of recipes, without baselines and tools": 7_058,
     "code lines of tests": 39_650,
     "statements that raise something": 546,
     "types of messages, events, decisions and effects": 78,
