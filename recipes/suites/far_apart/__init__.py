@@ -173,7 +173,7 @@ def on_links(
     rates: Sequence[tuple[float, float, float]],
 ) -> list[Row]:
     """Return the steps per second of each method at each rate, and without a link."""
-    rows = []
+    rows: list[Row] = []
     for rate, published, goal in [(math.inf, 1.0, 1.0), *rates]:
         for name, method in methods.items():
             if method is None or (rows and math.isinf(rate)):
