@@ -171,15 +171,17 @@ class OuterRoundsAveraging(OuterAveraging):
         if not self.shares_next:
             self._look()
         else:
-            asked = time.perf_counter()
+            asked, rounds = time.perf_counter(), self._state.rounds
             with labelled("group"):
                 while (group := self._group or self._round_of(self.replica.client.group())) is None:
-                    pass
-            self.announced = self._stands = self._takes_part = False
-            self._group = None
+                    if self._takes_part and self._state.rounds > rounds:
+                        break  # it was handed over what it was called for, and stands for the round after that
             waited += time.perf_counter() - asked
-            members = len(group.members)
-            self._begin_round(group)
+            self._takes_part, self._group = False, None
+            if group is not None:
+                self.announced = self._stands = False
+                members = len(group.members)
+                self._begin_round(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
 
     def settle(self) -> None:

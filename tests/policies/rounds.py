@@ -195,6 +195,7 @@ class World:
         self.counts["handed"] += 1
         if stage.stands:
             stage.model = [*stage.model, *missed]
+            stage.turn, stage.called = stage.turn + stage.called, False  # that was the round it has been called for
             self.say_ready(stage, stands=True)
             return
         stage.model += missed[:-1]
@@ -265,8 +266,14 @@ class World:
                     self.tell(Ready(stage.worker, stage.number, len(stage.model)))
 
     def is_restarted(self, stage: Stage) -> None:
-        """Let ``stage`` not have heard of the round that it was to begin, or be ready again if it will not."""
-        if self.rng.random() < 0.5:
+        """Let ``stage`` not have heard of the round that it was to begin, or be ready again if it will not.
+
+        One that was called hears of it here if it has as many rounds as stage 0, which has made that one: an outcome
+        was lost there before, so the policy cannot tell that this stage lacks one, and both would wait.
+        """
+        first = self.there[stage.worker.pipeline].stages[0]
+        hears = stage.called and first.group is None and len(stage.model) >= len(first.model)
+        if self.rng.random() < 0.5 and not hears:
             self.counts["unheard"] += 1
             stage.stands &= not stage.called  # it waits for its group where it has been called
         elif self.drops and stage.stands and not stage.called:

@@ -142,6 +142,34 @@ def test_a_round_that_an_earlier_scheduler_has_named_is_dropped_if_stage_0_has_n
     assert sync.called, "that one is begun"
 
 
+def test_one_that_is_handed_over_the_round_to_which_it_was_called_waits_for_no_other() -> None:
+    """Stage 0 of its pipeline, which has that round, waits for this stage in its next turn."""
+    members = (Worker(1, 0), Worker(1, 1))
+    client = mock.Mock()
+    client.group.return_value = Group(members, (0.0, 1.0), 9, "handed over", passive=members[1:])
+    sync = OuterRoundsAveraging.__new__(OuterRoundsAveraging)
+    sync.replica, sync._peers, sync._state = mock.Mock(client=client), mock.Mock(), mock.Mock(rounds=3)
+    sync._whole, sync.statistics = mock.Mock(since=0), mock.Mock()
+    sync._stands, sync._group, sync._underway, sync.announced, sync._update, sync._number = (
+        True,
+        None,
+        False,
+        False,
+        6,
+        4,
+    )
+
+    def catch_up(group: Group) -> None:
+        sync._state.rounds += 1
+
+    with mock.patch.object(sync, "_catch_up", catch_up):
+        sync.take_part()
+        sync.synchronise()
+    client.group.assert_called_once()
+    client.ready.assert_called_once_with(5, 4)
+    assert (sync._stands, sync._takes_part) == (True, False), "it stands for the next one"
+
+
 @pytest.mark.parametrize(
     ("values", "instead"),
     [
