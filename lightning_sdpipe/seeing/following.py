@@ -65,7 +65,8 @@ class Follower:
         if status.started not in self._starts:
             self._starts.append(status.started)
         lost = f"{self._lost} heartbeats that came faster than they were asked for" if self._lost else ""
-        return of_answers(status, reply, self._series, lost, self._starts), status
+        series = {worker: each.copy() for worker, each in self._series.items()}  # a page may be made during later polls
+        return of_answers(status, reply, series, lost, self._starts), status
 
     def _add(self, chunk: Chunk) -> None:
         if not add(self._series, chunk):

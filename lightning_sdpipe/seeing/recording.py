@@ -6,7 +6,7 @@ import datetime
 import time
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,13 @@ class Series:
                 self.us.append(us)
                 self.core.append(core)
             self.made += row.count
+
+    def copy(self) -> Series:
+        """Return the same updates, to which :meth:`add` adds no more."""
+        lists: dict[str, Any] = {
+            each.name: [*value] for each in fields(self) if isinstance(value := getattr(self, each.name), list)
+        }
+        return replace(self, **lists)
 
     def newest(self, updates: int) -> Series:
         """Return the last ``updates`` updates."""

@@ -170,6 +170,10 @@ def test_a_scheduler_that_was_started_again_is_followed_on(monkeypatch: pytest.M
         assert follower.totals[Worker(0, 0)][0] == 1000 + 2 * following.KEPT + 9
         assert following.KEPT <= len(seen.series[Worker(0, 0)]) < 2 * following.KEPT
         assert seen.lost == ""
+        known = len(seen.series[Worker(0, 0)])
+        (more,) = chunks(Worker(0, 0), [60.0] * 8, life=seen.series[Worker(0, 0)].life)
+        follower._add(more)
+        assert len(seen.series[Worker(0, 0)]) == known, "a page that is being made is of one moment"
         follower._next = (follower._next or 0) - 1
         assert follower.poll(5.0)[0].lost == ""
 
