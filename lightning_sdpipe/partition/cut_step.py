@@ -92,7 +92,7 @@ class CutModel:
             self._restore.append(partial(fast.set_fastpath_enabled, fast.get_fastpath_enabled()))
             fast.set_fastpath_enabled(False)
         for index, block in enumerate([module.get_submodule(path) for path in chain]):
-            self._restore.append(intercept(block, partial(self._call, index)))
+            self._restore.append(intercept(block, partial(self._call, index), copies=not is_cut))
 
     def restore(self) -> None:
         """Give the blocks their own classes back."""

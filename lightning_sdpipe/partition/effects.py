@@ -42,12 +42,12 @@ class _Intercepted(nn.Module):
         return self.__dict__[INTERCEPTED](super().__call__, args, kwargs)
 
 
-def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
+def intercept(module: nn.Module, call: Call, copies: bool = False) -> Callable[[], None]:
     """Make ``module(*args, **kwargs)`` return ``call(original, args, kwargs)``.
 
     User code may ask for the class of a module (``type(layer) is nn.Linear``), so it stays the same, except where it
     has a ``__call__`` of its own. Hooks, and what ``compile()`` has made of the module, keep their place inside the
-    call. Copies of the module are refused meanwhile.
+    call. Copies of the module are as it was before, if it may have ``copies``, and are refused otherwise.
 
     Returns:
         A function that undoes it.
@@ -63,7 +63,8 @@ def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
         name = INTERCEPTED
         module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
         attributes[name] = call
-    attributes[_REDUCE] = partial(_refuse_copies, own.__name__)
+    reduces = partial(_as_before, module, own, name, before) if copies else partial(_refuse_copies, own.__name__)
+    attributes[_REDUCE] = reduces
 
     def restore() -> None:
         if type(module) is not own:
@@ -86,6 +87,14 @@ def intercepted(root: nn.Module, paths: Sequence[str], call: Callable[..., Any])
 
 
 _REDUCE = "__reduce_ex__"
+
+
+def _as_before(module: nn.Module, own: Any, name: str, before: Mapping[str, Any], protocol: Any) -> Any:
+    """Return what ``own.__reduce_ex__`` does where the attribute ``name`` intercepts no calls."""
+    make, arguments, state, *rest = own.__reduce_ex__(module, protocol)
+    state = {key: value for key, value in state.items() if key not in (name, _REDUCE) or key in before}
+    state |= {key: before[key] for key in (name, _REDUCE) if key in state}
+    return make, tuple(own if each is type(module) else each for each in arguments), state, *rest
 
 
 def _refuse_copies(name: str, protocol: Any) -> NoReturn:

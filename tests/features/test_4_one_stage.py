@@ -359,6 +359,7 @@ class Stopping(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert outputs["number"] == batch_idx
+        assert torch.equal(copy.deepcopy(self).loss(batch), self.loss(batch))
         assert len(copy.deepcopy(self.trainer.callbacks)) == len(self.trainer.callbacks)  # type: ignore[attr-defined]
         self.trainer.should_stop = batch_idx == 2
 

@@ -148,6 +148,11 @@ def test_calls_are_intercepted_with_all_that_a_call_is(kind: type[nn.Linear], co
     with pytest.raises(ConfigurationError, match=f"A {kind.__name__} of the model was copied or pickled"):
         copy.deepcopy(block)
     undo()
+    undo = intercept(block, call, copies=True)
+    twin = copy.deepcopy(block)
+    assert (type(twin), "__reduce_ex__" in vars(twin), len(calls)) == (kind, False, 1)
+    assert torch.equal(twin(X), expected)
+    undo()
     assert (type(block), type(block).__call__, vars(block)) == (kind, before, attributes)
     assert torch.equal(copy.deepcopy(block)(X), expected)
     assert len(calls) == 1
