@@ -93,12 +93,7 @@ def main(arguments: Sequence[str]) -> None:
     """Train and draw."""
     parser = Parser("demo", "Compares SDPipe with all-reduce on handwritten digits, in about two minutes.")
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path(),
-        metavar="DIRECTORY",
-        help="where the figure and the report are written",
+        "-o", "--output", type=Path, default=Path(), metavar="DIRECTORY", help="for the figure and the report"
     )
     parser.add_argument("--epochs", type=int, default=5, help="number of epochs of each of the four runs")
     options = parser.parse_args(arguments)

@@ -63,52 +63,24 @@ def _parser() -> Parser:
         default="pipelined",
         help="how transfers between stages add up (docs/placement.md)",
     )
-    add("--micro-batches", type=int, help="micro-batches of a mini-batch (default: the number of stages)")
-    add(
-        "--sync",
-        choices=("groups", "all_reduce"),
-        default="groups",
-        help="whether pipelines average in groups or all together",
-    )
-    add("--stage-bytes", type=float, metavar="BYTES", help="bytes of a stage's parameters, if the file has no model")
-    add(
-        "--cut-bytes",
-        type=float,
-        metavar="BYTES",
-        help="bytes of a mini-batch's activations at a cut, if the file has no model",
-    )
-    add(
-        "--optimizer-state",
-        type=float,
-        default=2.0,
-        metavar="RATIO",
-        help="bytes of optimizer state per byte of parameters; 2 is Adam's",
-    )
+    add("--micro-batches", type=int, help="of a mini-batch (default: the number of stages)")
+    add("--sync", choices=("groups", "all_reduce"), default="groups", help="average in groups or all together")
+    add("--stage-bytes", type=float, metavar="BYTES", help="a stage's parameters, if the file has no model")
+    add("--cut-bytes", type=float, metavar="BYTES", help="a mini-batch's activations at a cut, likewise")
+    add("--optimizer-state", type=float, default=2.0, metavar="RATIO", help="bytes of state per byte of parameters")
     add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the first of the file)")
-    add(
-        "--moves",
-        type=int,
-        default=MOVES,
-        metavar="N",
-        help="length of the search: 300,000 moves take some 10 s for 64 devices",
-    )
+    add("--moves", type=int, default=MOVES, metavar="N", help="length of the search; some 10 s for 64 devices")
     add(
         "--for",
         dest="seconds",
         type=float,
         default=math.inf,
         metavar="SECONDS",
-        help="end the search after this long (default: no limit)",
+        help="limit of the search (default: none)",
     )
-    add("--seed", type=int, default=0, help="seed of the search; the same seed finds the same placement")
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the placement to this file, for SDPipeStrategy(placement=…)",
-    )
-    add("--picture", type=Path, metavar="FILE", help="draw the placement to this file, as SVG")
+    add("--seed", type=int, default=0, help="the same seed finds the same placement")
+    add("-o", "--output", type=Path, metavar="FILE", help="write it, for SDPipeStrategy(placement=…)")
+    add("--picture", type=Path, metavar="FILE", help="draw the placement, as SVG")
     return parser
 
 

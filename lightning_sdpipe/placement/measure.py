@@ -136,10 +136,10 @@ def _parser() -> Parser:
         "--blocks", nargs="+", metavar="PATH", help="paths of the model's blocks; * stands for one part of a path"
     )
     parser.add_argument(
-        "--pair-timeout", type=_positive, default=20.0, metavar="SECONDS", help="time for two workers to connect"
+        "--pair-timeout", type=_positive, default=20.0, metavar="SECONDS", help="for two workers to connect"
     )
     parser.add_argument(
-        "--patience", type=_positive, default=300.0, metavar="SECONDS", help="time to wait for another worker"
+        "--patience", type=_positive, default=300.0, metavar="SECONDS", help="to wait for another worker"
     )
     return parser
 

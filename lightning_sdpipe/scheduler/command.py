@@ -93,33 +93,27 @@ def _parser() -> Parser:
         metavar="NAME=VALUE",
         help="a value of the policy, like --set window=0.05 --set connectivity=5",
     )
-    add("--policy-file", type=Path, help="a file with the policy, which `sdpipe run` uses instead of --policy")
+    add("--policy-file", type=Path, help="the policy in a file, as `sdpipe run` writes it")
     add(
         "--worker-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="a process that is silent for this long is lost",
+        help="a process that is silent for longer is lost",
     )
-    add(
-        "--min-pipelines",
-        type=int,
-        default=1,
-        metavar="P",
-        help="elastic runs: with fewer pipelines than this, those that are left wait",
-    )
+    add("--min-pipelines", type=int, default=1, metavar="P", help="elastic runs: with fewer, the others wait")
     add(
         "--start-pipelines",
         type=int,
         metavar="P",
-        help="elastic runs: pipelines with which the run begins (default: --min-pipelines)",
+        help="elastic runs: pipelines to begin with (default: --min-pipelines)",
     )
     add(
         "--gather",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="elastic runs: begin after this long with fewer, but at least --min-pipelines",
+        help="elastic runs: begin after that with --min-pipelines",
     )
     add(
         "--resume",
@@ -132,7 +126,7 @@ def _parser() -> Parser:
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="elastic runs: end the run after waiting this long for --min-pipelines",
+        help="elastic runs: longest wait for --min-pipelines",
     )
     add(
         "--lifeline-port",
@@ -141,7 +135,7 @@ def _parser() -> Parser:
         metavar="PORT",
         help="second port, for the lifelines of the run's processes (default: any free port)",
     )
-    add("--log", type=Path, help="write every event and decision to this file, as lines of JSON")
+    add("--log", type=Path, help="write every event and decision, as lines of JSON")
     add(
         "--log-limit",
         type=int,

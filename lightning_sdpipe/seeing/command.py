@@ -84,9 +84,7 @@ def _parser() -> Parser:
         metavar="SECONDS",
         help="refresh every second, or every SECONDS; needs the extra `watch`",
     )
-    parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="SECONDS", help="how long to wait for the scheduler's answer"
-    )
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="wait for an answer")
     return parser
 
 

@@ -73,7 +73,7 @@ def _parser() -> Parser:
         metavar="NAME",
         help="another name of this machine that browsers may use; may be repeated",
     )
-    add("--timeout", type=float, default=3.0, metavar="SECONDS", help="how long to wait for the scheduler's answer")
+    add("--timeout", type=float, default=3.0, metavar="SECONDS", help="wait for an answer")
     return parser
 
 

@@ -76,9 +76,7 @@ def _parser() -> Parser:
         help=f"how many of each worker's newest updates to write, up to {MOST_UPDATES}",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
-    parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="how long to wait for the scheduler's answer"
-    )
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="wait for an answer")
     return parser
 
 

@@ -139,7 +139,7 @@ def _parser() -> Parser:
         metavar="M",
         help="number of stages of a pipeline, or of each pipeline, like 1,2,2",
     )
-    add("--pipelines", type=int, metavar="N", help="number of pipelines (default: 4, or as many as --stages lists)")
+    add("--pipelines", type=int, metavar="N", help="number of pipelines (default: 4, or those of --stages)")
     add(
         "--speeds",
         type=speeds_of,
@@ -158,7 +158,7 @@ def _parser() -> Parser:
         type=float,
         default=0.1,
         metavar="SECONDS",
-        help="time of a mini-batch on a stage of the deepest pipeline",
+        help="of a mini-batch on a stage of the deepest pipeline",
     )
     add("--jitter", type=float, default=0.05, help="relative variation of that time")
     add("--exchange", type=float, default=0.0, metavar="SECONDS", help="time that a group takes to average")

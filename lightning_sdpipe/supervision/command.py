@@ -81,45 +81,22 @@ def _parser() -> Parser:
     add("--pipelines", type=int, required=True, metavar="N", help="number of pipelines")
     add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline, one for each stage")
     add("--restarts", type=int, default=10, metavar="K", help="a pipeline is given up after this many restarts")
-    add(
-        "--min-pipelines",
-        type=int,
-        default=1,
-        metavar="P",
-        help="with fewer pipelines than this, those that are left wait",
-    )
-    add(
-        "--gather",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="begin after this long without pipelines that have not come",
-    )
-    add(
-        "--hold-limit",
-        type=float,
-        default=1800.0,
-        metavar="SECONDS",
-        help="end the run after waiting this long for --min-pipelines",
-    )
+    add("--min-pipelines", type=int, default=1, metavar="P", help="with fewer pipelines, the others wait")
+    add("--gather", type=float, default=60.0, metavar="SECONDS", help="begin after that without missing pipelines")
+    add("--hold-limit", type=float, default=1800.0, metavar="SECONDS", help="longest wait for --min-pipelines")
     add("--resume", action="store_true", help="if all pipelines are lost at once, continue from the newest checkpoint")
     add(
         "--worker-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="a process that is silent for this long is lost",
+        help="a process that is silent for longer is lost",
     )
     add("--policy", help="the scheduler's policy (default: that of the script's sync=)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
     bind = "address to listen at; on another one than loopback, other machines may send pipelines"
     add("--bind", default="tcp://127.0.0.1:*", metavar="ADDRESS", help=bind)
-    add(
-        "--logs",
-        type=Path,
-        metavar="DIRECTORY",
-        help="a new directory for logs and keys (default: one in sdpipe-runs/)",
-    )
+    add("--logs", type=Path, metavar="DIRECTORY", help="a new one, for logs and keys (default: in sdpipe-runs/)")
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as with python -m")
     add("script", metavar="SCRIPT", help="your script, which calls fit of a Trainer with SDPipeStrategy")
     add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the script").required = False
