@@ -64,6 +64,15 @@ def depths_of(text: str) -> tuple[int, ...]:
     return tuple(_listed(text, int, 1, "a number of at least 1, or one for each pipeline, like 1,2,2"))
 
 
+def seconds(text: str) -> float:
+    """Parse a time.
+
+    Raises:
+        ValueError: the text is no number.
+    """
+    return float(text)
+
+
 def numbers_of(text: str) -> list[float]:
     """Parse numbers, as in ``1,1,2``.
 
@@ -92,7 +101,7 @@ def speeds_of(text: str) -> list[float] | list[list[float]]:
 
 
 _LISTS = (depths_of, numbers_of, speeds_of)
-_UNITS: dict[Any, str] = dict.fromkeys(_LISTS, "LIST") | {int: "N", float: "X", Path: "FILE"}
+_UNITS: dict[Any, str] = dict.fromkeys(_LISTS, "LIST") | {int: "N", float: "X", seconds: "SECONDS", Path: "FILE"}
 """How the help calls the value of an option, by its type."""
 
 

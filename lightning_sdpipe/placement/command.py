@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from lightning_sdpipe.command_line import Parser, depths_of
+from lightning_sdpipe.command_line import Parser, depths_of, seconds
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import Block, even_stages
@@ -70,14 +70,7 @@ def _parser() -> Parser:
     add("--optimizer-state", type=float, default=2.0, metavar="RATIO", help="bytes of state per byte of parameters")
     add("--first", metavar="HOST:INDEX", help="the device that will be rank 0 (default: the first of the file)")
     add("--moves", type=int, default=MOVES, metavar="N", help="length of the search; some 10 s for 64 devices")
-    add(
-        "--for",
-        dest="seconds",
-        type=float,
-        default=math.inf,
-        metavar="SECONDS",
-        help="limit of the search (default: none)",
-    )
+    add("--for", dest="seconds", type=seconds, default=math.inf, help="limit of the search (default: none)")
     add("--seed", type=int, default=0, help="the same seed finds the same placement")
     add("-o", "--output", type=Path, metavar="FILE", help="write it, for SDPipeStrategy(placement=…)")
     add("--picture", type=Path, metavar="FILE", help="draw the placement, as SVG")

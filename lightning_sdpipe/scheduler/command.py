@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser, depths_of, shape_of
+from lightning_sdpipe.command_line import Parser, depths_of, seconds, shape_of
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
@@ -94,13 +94,7 @@ def _parser() -> Parser:
         help="a value of the policy, like --set window=0.05 --set connectivity=5",
     )
     add("--policy-file", type=Path, help="the policy in a file, as `sdpipe run` writes it")
-    add(
-        "--worker-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="a process that is silent for longer is lost",
-    )
+    add("--worker-timeout", type=seconds, default=30.0, help="a process that is silent for longer is lost")
     add("--min-pipelines", type=int, default=1, metavar="P", help="elastic runs: with fewer, the others wait")
     add(
         "--start-pipelines",
@@ -108,26 +102,14 @@ def _parser() -> Parser:
         metavar="P",
         help="elastic runs: pipelines to begin with (default: --min-pipelines)",
     )
-    add(
-        "--gather",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="elastic runs: begin after that with --min-pipelines",
-    )
+    add("--gather", type=seconds, default=60.0, help="elastic runs: begin after that with --min-pipelines")
     add(
         "--resume",
         action="store_true",
         help="elastic runs: if all pipelines are lost at once, new ones continue from the newest checkpoint (without "
         "this option the run ends)",
     )
-    add(
-        "--hold-limit",
-        type=float,
-        default=1800.0,
-        metavar="SECONDS",
-        help="elastic runs: longest wait for --min-pipelines",
-    )
+    add("--hold-limit", type=seconds, default=1800.0, help="elastic runs: longest wait for --min-pipelines")
     add(
         "--lifeline-port",
         type=int,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.command_line import Parser, seconds
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
@@ -78,13 +78,12 @@ def _parser() -> Parser:
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument(
         "--watch",
-        type=float,
+        type=seconds,
         nargs="?",
         const=1.0,
-        metavar="SECONDS",
         help="refresh every second, or every SECONDS; needs the extra `watch`",
     )
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="wait for an answer")
+    parser.add_argument("--timeout", type=seconds, default=5.0, help="wait for an answer")
     return parser
 
 

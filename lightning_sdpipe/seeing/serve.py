@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.command_line import Parser, seconds
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.scheduler.credentials import check_port, is_loopback
 from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
@@ -73,7 +73,7 @@ def _parser() -> Parser:
         metavar="NAME",
         help="another name of this machine that browsers may use; may be repeated",
     )
-    add("--timeout", type=float, default=3.0, metavar="SECONDS", help="wait for an answer")
+    add("--timeout", type=seconds, default=3.0, help="wait for an answer")
     return parser
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.command_line import Parser, seconds
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import check_integer
@@ -76,7 +76,7 @@ def _parser() -> Parser:
         help=f"how many of each worker's newest updates to write, up to {MOST_UPDATES}",
     )
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="file to write")
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="wait for an answer")
+    parser.add_argument("--timeout", type=seconds, default=10.0, help="wait for an answer")
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from lightning_sdpipe.command_line import Parser, depths_of, numbers_of, shape_of, speeds_of
+from lightning_sdpipe.command_line import Parser, depths_of, numbers_of, seconds, shape_of, speeds_of
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import Heterogeneity, Static, Trace, condition
 from lightning_sdpipe.policies import registry
@@ -153,15 +153,9 @@ def _parser() -> Parser:
         type=int,
         help="micro-batches of a mini-batch (default: the number of stages; 1 with pipedream)",
     )
-    add(
-        "--batch-seconds",
-        type=float,
-        default=0.1,
-        metavar="SECONDS",
-        help="of a mini-batch on a stage of the deepest pipeline",
-    )
+    add("--batch-seconds", type=seconds, default=0.1, help="of a mini-batch on a stage of the deepest pipeline")
     add("--jitter", type=float, default=0.05, help="relative variation of that time")
-    add("--exchange", type=float, default=0.0, metavar="SECONDS", help="time that a group takes to average")
+    add("--exchange", type=seconds, default=0.0, help="time that a group takes to average")
     add(
         "--announce",
         choices=["early", "late"],

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.command_line import Parser, seconds
 from lightning_sdpipe.errors import ConfigurationError, shape
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
@@ -82,16 +82,10 @@ def _parser() -> Parser:
     add("--stages", type=int, default=1, metavar="M", help="processes of each pipeline, one for each stage")
     add("--restarts", type=int, default=10, metavar="K", help="a pipeline is given up after this many restarts")
     add("--min-pipelines", type=int, default=1, metavar="P", help="with fewer pipelines, the others wait")
-    add("--gather", type=float, default=60.0, metavar="SECONDS", help="begin after that without missing pipelines")
-    add("--hold-limit", type=float, default=1800.0, metavar="SECONDS", help="longest wait for --min-pipelines")
+    add("--gather", type=seconds, default=60.0, help="begin after that without missing pipelines")
+    add("--hold-limit", type=seconds, default=1800.0, help="longest wait for --min-pipelines")
     add("--resume", action="store_true", help="if all pipelines are lost at once, continue from the newest checkpoint")
-    add(
-        "--worker-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="a process that is silent for longer is lost",
-    )
+    add("--worker-timeout", type=seconds, default=30.0, help="a process that is silent for longer is lost")
     add("--policy", help="the scheduler's policy (default: that of the script's sync=)")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy")
     bind = "address to listen at; on another one than loopback, other machines may send pipelines"
