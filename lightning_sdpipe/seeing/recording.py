@@ -193,6 +193,11 @@ def of_answers(
         if letter == "l"
     }
     doing, members = dict(reply.doing), status.members
+    if members is not None:  # a lost worker's next start is another session, which is away until it joins
+        for worker in series.keys() - active.keys() - gone.keys():
+            last, present = series[worker], members.lives.get(worker.pipeline)
+            if worker.pipeline in members.states and last.life != present and len(last):
+                gone[worker] = last.ends[-1]
     failure = status.failure or (members and members.over) or None
     if failure is not None:
         state = f"failed: {failure}"

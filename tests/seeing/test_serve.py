@@ -18,18 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
+from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
 from lightning_sdpipe.scheduler.log.event_log import read_log
+from lightning_sdpipe.scheduler.log.status import MembersStatus
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.seeing import following
 from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.following import Follower
+from lightning_sdpipe.seeing.recording import of_answers, series_of
 from tests.scheduler.live_scheduler import clients, serving
 from tests.seeing.pages import Page
 from tests.seeing.recordings import chunks, recording
@@ -176,6 +180,23 @@ def test_a_scheduler_that_was_started_again_is_followed_on(monkeypatch: pytest.M
         assert len(seen.series[Worker(0, 0)]) == known, "a page that is being made is of one moment"
         follower._next = (follower._next or 0) - 1
         assert follower.poll(5.0)[0].lost == ""
+
+
+def test_a_pipeline_is_lost_until_its_next_start_joins(status: Any) -> None:
+    one, two = Worker(0, 0), Worker(0, 1)
+    series = series_of([*chunks(one, [60.0] * 8, life=5), *chunks(two, [60.0] * 8, life=6)])
+    reply = m.RowsReply(10.0, (), 0, 0, ())
+    lost = series[two].ends[-1]
+    for letters, lives, expected in (
+        ("ca", {0: 5}, {two: lost}),  # it gets a state
+        ("ca", {0: 5, 1: 7}, {two: lost}),  # it is a member
+        ("cc", {0: 5, 1: 7}, {}),
+        ("ca", {0: 5, 1: 6}, {}),  # it validates
+    ):
+        stage = replace(status.stages[0], states=letters, joined=[9.0, 1.0], silent=[0.0, 0.0])
+        members = MembersStatus(2, "", 0, {0: "leads", 1: ""}, "", lives, [0, 1], [], None)
+        told = of_answers(replace(status, stages=[stage], members=members), reply, series, "", [0.0])
+        assert told.gone == expected, (letters, lives)
 
 
 def test_a_page_has_findings_and_bars_and_takes_nothing_for_markup(status: Any) -> None:
