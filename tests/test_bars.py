@@ -38,11 +38,11 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_832,
+    "code lines of the package": 37_892,
     "code lines of recipes, without baselines and tools": 7_058,
-    "code lines of tests": 39_650,
-    "statements that raise something": 546,
-    "types of messages, events, decisions and effects": 78,
+    "code lines of tests": 39_683,
+    "statements that raise something": 549,
+    "types of messages, events, decisions and effects": 77,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""
 
