@@ -9,10 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TypeVar
 
-import pytest
 import zmq
 
 from lightning_sdpipe.policies import Worker
@@ -51,37 +50,23 @@ def joined(address: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_killed_worker_is_named_at_once_and_a_stopped_one_is_not(restarted: bool) -> None:
+def test_a_killed_worker_is_named_at_once_and_a_stopped_one_is_not() -> None:
     heard: list[str] = []
-    with ExitStack() as stack:
-        with serving(NoSync(), 1, 2) as server:
-            address = server.address
 
-            def over(end: End) -> None:
-                assert end.failed
-                heard.append(end.reason)
+    def over(end: End) -> None:
+        assert end.failed
+        heard.append(end.reason)
 
-            (a,) = stack.enter_context(clients(address, A, told=Callbacks(ends=over)))
-            a.join()
-            b = stack.enter_context(joined(address))
-            if not restarted:
-                kill_and_look(b.pid, address, heard)
-                return
-        with serving(NoSync(), 1, 2, bind=address) as again:
-            processes = again.service.members._levels._processes
-            until(lambda: [p.seen == p.version for p in processes.values()] == [True, True])
-            kill_and_look(b.pid, address, heard)
-
-
-def kill_and_look(pid: int, address: str, heard: list[str]) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.5)
-    assert ask_status(address).failure is None
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: heard)
-    assert heard == ["its process ended (its connection closed)"]
-    assert ask_status(address).failure == f"worker {B} failed first: {heard[0]}"
+    with serving(NoSync(), 1, 2) as server, clients(server.address, A, told=Callbacks(ends=over)) as (a,):
+        a.join()
+        with joined(server.address) as b:
+            os.kill(b.pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            assert ask_status(server.address).failure is None
+            os.kill(b.pid, signal.SIGKILL)
+            until(lambda: heard)
+            assert heard == ["its process ended (its connection closed)"]
+            assert ask_status(server.address).failure == f"worker {B} failed first: {heard[0]}"
 
 
 def test_the_kernel_answers_for_a_process_that_is_stopped_and_not_for_one_that_is_gone() -> None:

@@ -40,9 +40,10 @@ class Held(SchedulerClient):
         self, keys: Sequence[str], timeout: float | None = None, cancelled: Callable[[], bool] | None = None
     ) -> tuple[bytes, ...]:
         self.waited.append(timeout)
-        if not self.store.has(keys):
+        values = tuple(value for value in self.store.get(keys) if value is not None)
+        if len(values) < len(keys):
             raise SchedulerError("nobody has set it")
-        return tuple(value for value in self.store.get(keys) if value is not None)
+        return values
 
     def add(self, key: str, amount: int, timeout: float | None = None) -> int:
         self.asked += 1
