@@ -187,6 +187,7 @@ class Conversation:
         self._open: dict[Key, _Open] = {}
         self._stranger: e.Stranger | None = None  # what the scheduler lacks is said before all else, as it is then
         self._enrolment: e.Enrol | None = None
+        self._fixed = False  # whether it has enrolled in an ordinary run, and has not finished it
         self.held: tuple[int, ...] = ()
         """Epochs whose process group this worker has."""
         self._exchange: Exchanging | None = None
@@ -317,11 +318,6 @@ class Conversation:
         said = f"an ordinary run ends with its scheduler, an elastic one survives it (start it by {how})"
         return self._ends(e.End(f"{what}; {said}", True, True, host))
 
-    @property
-    def _fixed(self) -> bool:
-        """True if this process has enrolled in an ordinary run."""
-        return self._enrolment is not None and is_fixed(self._enrolment.fingerprint)
-
     # ----------------------------------------------------------------- what it hears
 
     def hear(self, reply: m.Reply | e.Reply) -> list[Effect]:
@@ -382,7 +378,7 @@ class Conversation:
             case m.TrainingRequest():
                 key = kind
             case e.Enrol():
-                key, self._enrolment = ("enrol", ""), request
+                key, self._enrolment, self._fixed = ("enrol", ""), request, is_fixed(request.fingerprint)
             case e.TellReceived(transfer=transfer):
                 key = "enrol", transfer
                 self._dealt_with.append(transfer)
@@ -392,9 +388,9 @@ class Conversation:
                 self._dealt_with.append(transfer)
             case e.Publish(done=True) | e.Store() if told:
                 self._lasting[key := ("lasts", kind.__name__)] = kind, fields
-            case e.Depart():
+            case e.Depart(finished=finished):
                 key = "departs", request.number
-                self._enrolment, self._member = None, False
+                self._enrolment, self._member, self._fixed = None, False, self._fixed and not finished
         assert told or not (isinstance(key, tuple) and key in self._open), f"another thread asks for {key}, too"
         if self.stop is None or isinstance(request, e.Depart):
             self._open[key] = _Open(request, fields, told)
@@ -478,7 +474,8 @@ class Conversation:
     def _introduction(self, stranger: e.Stranger) -> list[e.Request]:
         self._stranger = None
         if not stranger.known:
-            self._life, self.earlier = stranger.life, self._heard
+            if self._member:  # else it is a scheduler that has not let this process in yet
+                self._life, self.earlier = stranger.life, self._heard
             self._dealt_with.extend(self.donations)
             self._open = {key: of for key, of in self._open.items() if not of.told}
             for kind, fields in tuple(self._lasting.values()) if self._member else ():

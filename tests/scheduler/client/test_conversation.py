@@ -380,12 +380,30 @@ def test_an_ordinary_run_ends_when_its_scheduler_was_started_again(elastic: bool
     assert talk.hear(e.Stranger(life=8)) == [], "it has not begun"
     assert kinds(talk.due(0.0)) == ["Enrol", "Beat", "Enrol"]
     talk.hear(e.Start(EPOCH, True))
+    ask(talk, m.Ready, 3, None)
+    assert talk.hear(ANSWER) == [c.Replied(m.Ready, ANSWER)], "answers of an ordinary run name no scheduler"
     ends = [effect for effect in talk.hear(e.Stranger(life=9)) if isinstance(effect, e.End)]
     assert bool(ends) is not elastic
     if ends:
         assert (ends[0].run, ends[0].failed, ends[0].worker) == (True, True, None)
         assert "it was started again" in ends[0].reason
         assert "sdpipe run --pipelines 3 --stages 2 SCRIPT" in ends[0].reason
+
+
+def test_a_worker_that_has_said_that_it_failed_still_names_the_machine_of_the_scheduler() -> None:
+    talk = c.Conversation(ME, 7, host=Worker(0, 0))
+    talk.ask(e.Enrol, FIXED)
+    talk.due(0.0)
+    talk.hear(e.Start(EPOCH, True))
+    talk.hear(e.Now(1, LINE))
+    talk.lifeline(there=True)
+    talk.ask(e.Depart, False, "RuntimeError: Connection closed by peer")
+    talk.lifeline(there=False)
+    ends: list[c.Effect] = []
+    for now in range(2 * c.LAST_BEAT):
+        talk.due(float(now))
+        ends += talk.given_up()
+    assert [end.worker for end in ends if isinstance(end, e.End)] == [Worker(0, 0)]
 
 
 def test_with_much_to_tell_a_beat_comes_at_once_but_not_all_the_time() -> None:
