@@ -334,7 +334,7 @@ class Membership(RunState):
         self.epoch = msgspec.structs.replace(returning.epoch, members=back)
         self.donations.number_from(1000 * self.epoch.number)
         decisions += self._new_epoch("the scheduler was started again", lost=lost)
-        for event in returning.early.values():
+        for event in returning.enrolments():
             decisions += self._on(event, now)
         return decisions + self._admit(now) + self._meet()
 

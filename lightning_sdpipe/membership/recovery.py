@@ -23,7 +23,7 @@ class MemberRecovery:
         self.until = until
         self.epoch = first.epoch
         self.early: dict[Worker, Enrolled] = {}
-        """Enrolments that came meanwhile, to be decided afterwards."""
+        """The last enrolment of each worker that came meanwhile."""
         self._stages = range(num_stages)
         self._back: dict[Member, set[int]] = {}
         self._received: dict[Member, set[int]] = {}
@@ -58,12 +58,22 @@ class MemberRecovery:
                 self._received.setdefault(Member(worker.pipeline, incarnation), set()).add(worker.stage)
             case w.Ended(worker, incarnation) | w.Departed(worker, incarnation):
                 member = Member(worker.pipeline, incarnation)
-                if any(self.is_there(member, stage) for stage in self._stages):
+                there = any(self.is_there(member, stage) for stage in self._stages)
+                for each in (Worker(stage, member.pipeline) for stage in self._stages):
+                    if there or (each in self.early and self.early[each].incarnation == incarnation):
+                        self.early.pop(each, None)
+                if there:
                     self._back.pop(member, None)
-                    for stage in self._stages:
-                        self.early.pop(Worker(stage, member.pipeline), None)
                     return [_ends(member, f"stage {worker.stage} ended while the scheduler was started again", roster)]
         return []
+
+    def enrolments(self) -> list[Enrolled]:
+        """Return those that came meanwhile, of processes that are there; the others repeat theirs."""
+        return [
+            event
+            for worker, event in self.early.items()
+            if self.is_there(Member(worker.pipeline, event.incarnation), worker.stage)
+        ]
 
     def end(self, roster: Roster, now: float) -> list[w.MemberDecision]:
         """Bring back members into ``roster``; return the decisions on those that are gone."""

@@ -634,3 +634,18 @@ def keep_the_promises(seed: int) -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_no_history_breaks_a_promise(seed: int) -> None:
     keep_the_promises(seed)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_new_start_beside_one_that_came_back_in_part_is_let_in_when_it_asks_again(ends: bool) -> None:
+    """It was not there, so nobody looks whether it lives."""
+    run, epoch = Run(2), Epoch(5, (Member(0, 10), Member(1, 11)), "x")
+    for worker, incarnation in ((Worker(0, 0), 10), (Worker(1, 0), 10), (Worker(0, 1), 11)):
+        run.on(w.Resumed(worker, incarnation, SAME, epoch), 1.0)
+    run.enrol(1, 12, 2.0)
+    if ends:
+        run.say(w.Departed, 1, False, now=3.0)
+    run.on(w.Passed(), run.core.deadline())
+    assert list(run.core.roster.here) == [0]
+    run.enrol(1, 13 if ends else 12, 20.0)
+    assert run.core.roster.here[1].incarnation == run.incarnations[1]
