@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,13 +100,29 @@ def current(owner: Any, method: Method) -> Callable[..., Any]:
 
 def of_its_class(owner: Any, method: Method) -> Callable[..., Any]:
     """Return the method as ``owner``'s class has it."""
-    found: Callable[..., Any] = getattr(type(owner), method.value).__get__(owner)
+    found: Callable[..., Any] = _method(owner, method.value)
     return found
+
+
+class Replacement(partial[Any]):
+    """A function in the place of the method ``name`` of ``owner``. A copy of ``owner`` has its own method there."""
+
+    def __new__(cls, function: Callable[..., Any], owner: Any, name: str) -> Replacement:
+        made = super().__new__(cls, function)
+        vars(made).update(vars(function), owner=owner, name=name)
+        return made
+
+    def __reduce__(self) -> Any:
+        return _method, (vars(self)["owner"], vars(self)["name"])
+
+
+def _method(owner: Any, name: str) -> Any:
+    return getattr(type(owner), name).__get__(owner)
 
 
 def replace(owner: Any, method: Method, replacement: Callable[..., Any]) -> None:
     """Make Lightning call ``replacement`` in the place of ``owner``'s method."""
-    vars(owner)[method.value] = replacement
+    vars(owner)[method.value] = Replacement(replacement, owner, method.value)
 
 
 def restore(owner: Any, method: Method) -> None:

@@ -92,12 +92,7 @@ class StreamSwitches:
         self._module = trainer.lightning_module
         self._shared = [name for owners, name in ownership.shared_parameters(self._module) if self._stage in owners]
         self._original = current(self._module, Method.BEFORE_TRANSFER)
-
-        def begin(batch: Any, dataloader_idx: int = 0) -> Any:  # a function, which copies of the module take as it is
-            self.begin_batch(dataloader_idx)
-            return self._original(batch, dataloader_idx)
-
-        replace(self._module, Method.BEFORE_TRANSFER, begin)
+        replace(self._module, Method.BEFORE_TRANSFER, self._begin)
         self._precision = trainer.precision_plugin
         self._after_closure = current(self._precision, Method.AFTER_CLOSURE)
         replace(self._precision, Method.AFTER_CLOSURE, self._end_closure)
@@ -149,6 +144,10 @@ class StreamSwitches:
         """Begin the stream of the optimizer's step: gradients are there, and hooks and clipping have had them."""
         self._after_closure(model, optimizer)
         self._streams.begin(Point.UPDATE, self._updates, self._stage, state=self._common)
+
+    def _begin(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        self.begin_batch(dataloader_idx)
+        return self._original(batch, dataloader_idx)
 
     def begin_batch(self, dataloader_idx: int = 0) -> None:
         """Begin the stream of a batch, before Lightning does anything else with it. What user code draws until the

@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
+from lightning_sdpipe.lightning_internals import Replacement
 from lightning_sdpipe.lightning_results import metrics_of
 from lightning_sdpipe.loop.epoch_callback import EpochCallback
 from lightning_sdpipe.partition.placeholder import Unusable
@@ -101,7 +102,7 @@ class _Hooks:
 
     def put(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
         self._before.append((owner, name, vars(owner).get(name)))
-        vars(owner)[name] = hook
+        vars(owner)[name] = Replacement(hook, owner, name)
 
     def undo(self) -> None:
         for owner, name, before in self._before:
@@ -228,6 +229,9 @@ class _GatherOverStage:
     def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOverStage:
         return _GatherOverStage(self._group)  # metrics are cloned, process groups cannot be
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # what is saved has the rule of its class
+
 
 def gather_metrics_over(
     module: LightningModule, callbacks: Sequence[Callback], group: ProcessGroup, ends_early: Callable[[], bool]
@@ -235,7 +239,7 @@ def gather_metrics_over(
     """Make torchmetrics objects of ``module`` and of ``callbacks`` compute over ``group``, unless they have a rule of
     their own. Return a function that undoes it. ``ends_early`` returns whether a step runs that ends before this worker
     can update what the step updates."""
-    metrics = {name: metric for name, metric in metrics_of(module, callbacks).items() if metric.dist_sync_fn is None}
+    metrics = {name: metric for name, metric in metrics_of(module, callbacks).items() if not has_own_rule(metric)}
 
     def check(name: str) -> None:
         if ends_early() and not metrics[name].update_called:

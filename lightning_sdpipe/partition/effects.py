@@ -54,26 +54,42 @@ def intercept(module: nn.Module, call: Call, copies: bool = False) -> Callable[[
     """
     own, attributes = type(module), vars(module)
     before = dict(attributes)
+    put: dict[str, Any] = {}
     if own.__call__ is nn.Module.__call__:
         compiled = module._compiled_call_impl is not None
         name = "_compiled_call_impl" if compiled else _OWN_CALL
         original = getattr(module, name)
-        attributes[name] = MethodType(lambda _, *args, **kwargs: call(original, args, kwargs), module)
+        put[name] = MethodType(lambda _, *args, **kwargs: call(original, args, kwargs), module)
     else:
-        name = INTERCEPTED
-        module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
-        attributes[name] = call
-    reduces = partial(_as_before, module, own, name, before) if copies else partial(_refuse_copies, own.__name__)
-    attributes[_REDUCE] = reduces
+        put[INTERCEPTED] = call
+
+    def copied(how: str, argument: Any) -> Any:
+        restore()
+        try:
+            made = getattr(module, how)(argument)
+            if isinstance(made, tuple):  # what has been taken out is put back before it is used
+                return tuple(dict(part) if part is attributes else part for part in made)
+            return made
+        finally:
+            place()
+
+    for name in (name for name in _COPIED_BY if hasattr(own, name)):
+        put[name] = partial(copied, name) if copies else partial(_refuse_copies, own.__name__)
+
+    def place() -> None:
+        if INTERCEPTED in put:
+            module.__class__ = type(own.__name__, (_Intercepted, own), {"__module__": own.__module__})
+        attributes.update(put)
 
     def restore() -> None:
         if type(module) is not own:
             module.__class__ = own
-        for each in (name, _REDUCE):
+        for each in put:
             del attributes[each]
             if each in before:
                 attributes[each] = before[each]
 
+    place()
     return restore
 
 
@@ -86,18 +102,10 @@ def intercepted(root: nn.Module, paths: Sequence[str], call: Callable[..., Any])
         yield
 
 
-_REDUCE = "__reduce_ex__"
+_COPIED_BY = ("__reduce_ex__", "__deepcopy__")
 
 
-def _as_before(module: nn.Module, own: Any, name: str, before: Mapping[str, Any], protocol: Any) -> Any:
-    """Return what ``own.__reduce_ex__`` does where the attribute ``name`` intercepts no calls."""
-    make, arguments, state, *rest = own.__reduce_ex__(module, protocol)
-    state = {key: value for key, value in state.items() if key not in (name, _REDUCE) or key in before}
-    state |= {key: before[key] for key in (name, _REDUCE) if key in state}
-    return make, tuple(own if each is type(module) else each for each in arguments), state, *rest
-
-
-def _refuse_copies(name: str, protocol: Any) -> NoReturn:
+def _refuse_copies(name: str, _: Any) -> NoReturn:
     raise ConfigurationError(
         f"A {name} of the model was copied or pickled during a run, in which most of the model is "
         "on other workers. Make a second one (a teacher, a moving average) in __init__, configure_model or setup, "
@@ -151,7 +159,7 @@ _CONTAINERS = (*_ENTERED, set, np.ndarray)
 _PLAIN = (type(None), bool, int, float, str)
 _DEPTH, _MANY = 6, 10_000  # levels of objects in each other, and values of one, that are looked at
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED, _OWN_CALL, _REDUCE}
+_OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED, _OWN_CALL, *_COPIED_BY}
 
 
 class EffectRecorder:

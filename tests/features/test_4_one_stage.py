@@ -359,7 +359,10 @@ class Stopping(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert outputs["number"] == batch_idx
-        assert torch.equal(copy.deepcopy(self).loss(batch), self.loss(batch))
+        for twin in (copy.deepcopy(self), pickle.loads(pickle.dumps(self))):
+            assert torch.equal(twin.loss(batch), self.loss(batch))
+            own = twin.on_validation_epoch_end, twin._on_before_batch_transfer
+            assert [method.__self__ is twin for method in own] == [True, True]
         assert len(copy.deepcopy(self.trainer.callbacks)) == len(self.trainer.callbacks)  # type: ignore[attr-defined]
         self.trainer.should_stop = batch_idx == 2
 

@@ -126,7 +126,16 @@ class Counting(nn.Linear):
         return super().__call__(*args, **kwargs) + 1
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Counting])
+class Copying(nn.Linear):
+    """Has a way of its own to be copied, as parametrized modules have."""
+
+    def __deepcopy__(self, memo: Any) -> Copying:
+        memo[id(self)] = made = Copying.__new__(Copying)
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Counting, Copying])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calls_are_intercepted_with_all_that_a_call_is(kind: type[nn.Linear], compiled: bool) -> None:
     block = kind(2, 2)
@@ -141,8 +150,8 @@ def test_calls_are_intercepted_with_all_that_a_call_is(kind: type[nn.Linear], co
         return original(*args, **kwargs)
 
     undo = intercept(block, call)
-    if kind is nn.Linear:
-        assert type(block) is nn.Linear, "by which user code sorts the weights of modules, and initialises them"
+    if kind is not Counting:
+        assert type(block) is kind, "by which user code sorts the weights of modules, and initialises them"
     assert torch.equal(block(X), expected)
     assert [args[0] is X for args in calls] == [True]
     with pytest.raises(ConfigurationError, match=f"A {kind.__name__} of the model was copied or pickled"):
@@ -151,7 +160,11 @@ def test_calls_are_intercepted_with_all_that_a_call_is(kind: type[nn.Linear], co
     undo = intercept(block, call, copies=True)
     twin = copy.deepcopy(block)
     assert (type(twin), "__reduce_ex__" in vars(twin), len(calls)) == (kind, False, 1)
+    with torch.no_grad():
+        block.weight.zero_()
     assert torch.equal(twin(X), expected)
+    with torch.no_grad():
+        block.weight.copy_(twin.weight)
     undo()
     assert (type(block), type(block).__call__, vars(block)) == (kind, before, attributes)
     assert torch.equal(copy.deepcopy(block)(X), expected)
