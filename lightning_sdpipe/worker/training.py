@@ -293,6 +293,8 @@ class Training:
     _steps: int = 0  # of optimizers in the last turn with a batch, in manual optimization
     _meeting: SyncPoint | None = None  # where the others have met, when this worker is out of data
     _outlook: Outlook | None = None
+    _asked: int = 0  # how often a step was asked for, also without a batch
+    _samples: float = 1.0  # in the last mini-batch, as its weight
     _last_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
@@ -359,6 +361,7 @@ class Training:
     def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor | None:
         """Run the user's training step: return a loss whose ``backward`` puts the gradients in place; None if it
         returned None, in the only process, which then skips the batch."""
+        self._asked += 1
         share = 1 / self.trainer.accumulate_grad_batches if self.parts.pipeline.flushes else 1.0
         if self._phases.lasting is Phase.ABSENT:  # hooks then see the loss of the batch before
             self.draws.between_steps(Point.STEP_ENDED)
@@ -381,8 +384,10 @@ class Training:
                 returns,
             )  # fmt: skip
             exchange = self.sync.gradients if self._phases.updating else None
-            if self.sync.by_samples and (exchange is not None or self.sync.gradients is None):
-                self.sync.weigh(weight_of(batch, self.trainer.lightning_module))
+            if self.sync.by_samples:
+                self._samples = weight_of(batch, self.trainer.lightning_module)
+                if exchange is not None or self.sync.gradients is None:
+                    self.sync.weigh(self._samples)
             accumulated = self._accumulated and not source.zeroes_gradients
             self.others, self._without_loss, self._skipped = {}, 0.0, False
             # who trains a part of the batch of all pipelines must not matter
@@ -657,10 +662,10 @@ class Training:
                 )
             if not self._is_cut and (calls > 1 or self.sync.takes_several_backwards) and self.sync.gradients:
                 self.sync.begin_backward(self.updates, calls)
-            before = self.mini_batches
+            asked = self._asked
             with self.meter.spans[meter.OTHER], self.first_failure:  # the closure's time is not the optimizer's
                 loss = closure()
-                if self.mini_batches == before and self._phases.lasting is not Phase.ABSENT and not self._is_cut:
+                if self._asked == asked and not self._is_cut:
                     self._average_what_there_is()
             without = self._skipped and all(parameter.grad is None for parameter in self.sync.replica.trained)
             return None if without else loss  # as Lightning says that there is nothing to unscale
@@ -670,10 +675,14 @@ class Training:
     def _average_what_there_is(self) -> None:
         """Average the gradients of closures that the user has called before the optimizer's step."""
         exchange, trained = self.sync.gradients, self.sync.replica.trained
-        self._accumulated = False
-        if exchange is not None and self.parts.pipeline.flushes:
+        absent, self._accumulated = self._phases.lasting is Phase.ABSENT, False
+        if exchange is None or not self.parts.pipeline.flushes or (absent and not self._gives_nothing):
+            return
+        if not absent:
+            if self.sync.by_samples:
+                self.sync.weigh(self._samples)
             exchange.complete([parameter.grad for parameter in trained])
-            put_back(trained, exchange.finish())
+        put_back(trained, exchange.finish())
 
     def _share(self, alone: bool = False) -> None:
         """End an update, and synchronise its outcome unless ``alone``."""
