@@ -292,14 +292,18 @@ def _digest(value: Any, depth: int, left: Iterator[int], kept: list[Any] | None 
     within = partial(_digest, depth=depth - 1, left=left, kept=kept)
     if isinstance(value, dict):
         items = ((key, item) for key, item in value.items() if kept is not None or not _in_torch(item))
-        return tuple((str(key), within(item)) for (key, item), _ in zip(items, left, strict=False))
+        found = tuple((str(key), within(item)) for (key, item), _ in zip(items, left, strict=False))
+        return found, len(value) > _MANY and len(value)
     if isinstance(value, (list, tuple, deque)):
         values = (item for item in value if kept is not None or not _in_torch(item))
         return tuple(within(item) for item, _ in zip(values, left, strict=False)), len(value) > _MANY and len(value)
-    attributes = attributes_of(value) if is_of_the_user(value) else kept is not None and attributes_of_object(value)
-    if attributes:
-        return tuple((name, within(item)) for (name, item), _ in zip(attributes.items(), left, strict=False))
-    return id(value) if depth < _DEPTH else None
+    is_own = is_of_the_user(value)
+    attributes = attributes_of(value) if is_own else kept is not None and attributes_of_object(value)
+    if attributes or is_own:
+        return tuple((name, within(item)) for (name, item), _ in zip((attributes or {}).items(), left, strict=False))
+    if depth == _DEPTH:
+        return None
+    return id(value) if kept is None else _identity(value, kept)
 
 
 def _in_torch(value: Any) -> bool:
@@ -315,11 +319,11 @@ def _identity(value: Any, kept: list[Any]) -> tuple[int, int]:
 
 class Untouched:
     """The state of ``root`` as it is now, for :meth:`run`: the Python state that the user's code reaches, and which
-    tensors it keeps there. Of modules of torch's own, buffers are left out, since nothing but values is in them."""
+    tensors it keeps there. Buffers of installed packages' modules are left out: their values alone change."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self._kept = root, list[Any]()
-        self._state = self._now()
+        self._state: list[Any] | None = None
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return what ``work`` returns.
@@ -327,6 +331,8 @@ class Untouched:
         Raises:
             TouchedError: the state is another one afterwards.
         """
+        if self._state is None:
+            self._state = self._now()
         try:
             return work()
         finally:
