@@ -52,11 +52,7 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("network", type=Path, help="the file of `sdpipe measure`, or one written by hand")
-    add(
-        "--stages",
-        type=depths_of,
-        help="number of stages of a pipeline, or of each pipeline, like 1,2,2 (default: what trains fastest)",
-    )
+    add("--stages", type=depths_of, help="stages of a pipeline, or of each, like 1,2,2 (default: what is fastest)")
     add(
         "--cost",
         choices=get_args(CostModel),

@@ -67,18 +67,8 @@ def _parser() -> Parser:
     parser = Parser("scheduler", "Serves a run until interrupted.")
     add = parser.add_argument
     add("--bind", default="tcp://127.0.0.1:5555", metavar="ADDRESS", help="address to listen at")
-    add(
-        "--key-file",
-        type=Path,
-        help="the scheduler.key of `sdpipe keygen` (on loopback, by default a key of your account)",
-    )
-    add(
-        "--stages",
-        type=depths_of,
-        required=True,
-        metavar="M",
-        help="number of stages of a pipeline, or of each pipeline, like 1,2,2",
-    )
+    add("--key-file", type=Path, help="scheduler.key of `sdpipe keygen` (default on loopback: your account's)")
+    add("--stages", type=depths_of, required=True, metavar="M", help="stages of a pipeline, or of each, like 1,2,2")
     add("--pipelines", type=int, metavar="N", help="number of pipelines, unless --stages lists them")
     add(
         "--policy",
@@ -86,22 +76,11 @@ def _parser() -> Parser:
         help=f"{', '.join(registry.BUILT_IN)}, or one of your own, like my_package.policies:RoundRobin "
         "(default: %(default)s)",
     )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a value of the policy, like --set window=0.05 --set connectivity=5",
-    )
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy, like window=0.05")
     add("--policy-file", type=Path, help="the policy in a file, as `sdpipe run` writes it")
     add("--worker-timeout", type=seconds, default=30.0, help="a process that is silent for longer is lost")
     add("--min-pipelines", type=int, default=1, metavar="P", help="elastic runs: with fewer, the others wait")
-    add(
-        "--start-pipelines",
-        type=int,
-        metavar="P",
-        help="elastic runs: pipelines to begin with (default: --min-pipelines)",
-    )
+    add("--start-pipelines", type=int, metavar="P", help="elastic runs: begin with so many (default: --min-pipelines)")
     add("--gather", type=seconds, default=60.0, help="elastic runs: begin after that with --min-pipelines")
     add(
         "--resume",
@@ -110,21 +89,9 @@ def _parser() -> Parser:
         "this option the run ends)",
     )
     add("--hold-limit", type=seconds, default=1800.0, help="elastic runs: longest wait for --min-pipelines")
-    add(
-        "--lifeline-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="second port, for the lifelines of the run's processes (default: any free port)",
-    )
+    add("--lifeline-port", type=int, default=0, metavar="PORT", help="port of lifelines (default: any free one)")
     add("--log", type=Path, help="write every event and decision, as lines of JSON")
-    add(
-        "--log-limit",
-        type=int,
-        default=LIMIT >> 20,
-        metavar="MIB",
-        help="largest size of the log and the older part of it, FILE.1, together; older lines are dropped",
-    )
+    add("--log-limit", type=int, default=LIMIT >> 20, metavar="MIB", help="largest size of the log and FILE.1 together")
     add(
         "--newest",
         type=Path,

@@ -124,21 +124,9 @@ def _slowness(options: Namespace, devices: int) -> Heterogeneity | None:
 def _parser() -> Parser:
     parser = Parser("simulate", "Runs a policy in virtual time, and compares the length of an epoch with all-reduce's.")
     add = parser.add_argument
-    add(
-        "--policy",
-        default="semi_decentralized",
-        help="name of a policy, or one of your own, like my_package.policies:RoundRobin",
-    )
-    add(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy, like --set window=0.05"
-    )
-    add(
-        "--stages",
-        type=depths_of,
-        default="4",
-        metavar="M",
-        help="number of stages of a pipeline, or of each pipeline, like 1,2,2",
-    )
+    add("--policy", default="semi_decentralized", help="a name, or one of yours, like my_package.policies:RoundRobin")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the policy, like window=0.05")
+    add("--stages", type=depths_of, default="4", metavar="M", help="stages of a pipeline, or of each, like 1,2,2")
     add("--pipelines", type=int, metavar="N", help="number of pipelines (default: 4, or those of --stages)")
     add(
         "--speeds",
@@ -148,11 +136,7 @@ def _parser() -> Parser:
     )
     add("--iterations", type=int, default=100, help="number of mini-batches of each pipeline")
     add("--schedule", default="1f1b", help="1f1b, gpipe or pipedream")
-    add(
-        "--micro-batches",
-        type=int,
-        help="micro-batches of a mini-batch (default: the number of stages; 1 with pipedream)",
-    )
+    add("--micro-batches", type=int, help="of a mini-batch (default: the number of stages; 1 with pipedream)")
     add("--batch-seconds", type=seconds, default=0.1, help="of a mini-batch on a stage of the deepest pipeline")
     add("--jitter", type=float, default=0.05, help="relative variation of that time")
     add("--exchange", type=seconds, default=0.0, help="time that a group takes to average")
