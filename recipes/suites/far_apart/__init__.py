@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from recipes.harness.namespaces import hosts, inside
-from recipes.suites.elastic import Record, Work, World
+from recipes.suites.elastic import Record, Work, World, said
 from recipes.suites.emulated import FEATURES, EmulatedChain, passes
 from recipes.suites.far_apart.samples import PacedBert, Text, learn_together, loader, losses, reached, rows_of, target
 from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, values
@@ -186,8 +187,7 @@ def on_links(
                 islands = replace(islands, latency=0.0)
             with world_of(islands, rate if rated else None) as world:
                 world.start()
-                everybody = range(islands.num_pipelines)
-                world.wait(lambda: all(world.exit_codes(i) == [0] for i in everybody), "all to finish", 900.0)  # noqa: B023
+                world.wait(partial(_finished, world, islands.num_pipelines), "all to finish", 900.0)
                 records = world.records()
             row = {"run": "link", "repeat": 0, "method": name, "rate_mbit": rate, "published": published, "goal": goal}
             in_full = 32e-6 * islands.num_parameters / rate
@@ -195,6 +195,13 @@ def on_links(
             rows.append({**row, "in_full": 1.3 * in_full + islands.batch_seconds})
             print(rows[-1], flush=True)
     return rows
+
+
+def _finished(world: World, pipelines: int) -> bool:
+    codes = [code for pipeline in range(pipelines) for code in world.exit_codes(pipeline)]
+    if any(codes):
+        raise ChildProcessError(f"pipelines ended with exit codes {codes}; {said(world.directory)}")
+    return codes == [0] * pipelines
 
 
 def paced(records: Sequence[Record], every: int, steps: int) -> Row:
