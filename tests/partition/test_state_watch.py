@@ -238,18 +238,18 @@ def test_a_run_that_changes_state_is_told_from_others(loss_of: Any, what: str, m
         Untouched(module).run(partial(module.training_step, batches(1)[0]))
 
 
-@pytest.mark.parametrize("kind", ["attribute", "list", "library", "weight", "metric", "buffer"])
+@pytest.mark.parametrize("kind", ["attribute", "list", "patch", "weight", "metric", "buffer"])
 def test_a_run_that_leaves_tensors_is_told_from_others(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     of_the_users: Any = Stepping(model, lambda model, x: squared(model(x)))
-    of_the_users.kept, of_the_users.metric, of_the_users.library = [], MeanMetric(), pytest.MonkeyPatch()
+    of_the_users.kept, of_the_users.metric, of_the_users.patch = [], MeanMetric(), pytest.MonkeyPatch()
     of_the_users.register_buffer("buffer", torch.zeros(1))
     before = Untouched(of_the_users)
     before.run(partial(of_the_users.training_step, batches(1)[0]))  # which changes running means
     acts: dict[str, Callable[[], object]] = {
         "attribute": lambda: setattr(of_the_users, "last", torch.ones(1)),
         "list": lambda: of_the_users.kept.append(torch.ones(1)),
-        "library": lambda: setattr(of_the_users.library, "last", torch.ones(1)),
+        "patch": lambda: setattr(of_the_users.patch, "last", torch.ones(1)),
         "weight": lambda: nn.init.ones_(model[0].weight),  # type: ignore[arg-type]
         "metric": lambda: of_the_users.metric.update(1.0),
         "buffer": lambda: of_the_users.buffer.add_(1),
