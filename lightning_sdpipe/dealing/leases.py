@@ -61,8 +61,8 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="leas
 
 class Done(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's progress: ``batches`` trained in the segment, the last one ``ago`` seconds ago (or the start, if there
-    is none), each recently in ``seconds`` (None before the first). If the worker is lost, so are the last ``loose`` of
-    them, which no other model has. It ``stops`` if its user has asked for the end of training."""
+    is none), each recently in ``seconds`` (None before one was timed). If the worker is lost, so are the last ``loose``
+    of them, which no other model has. It ``stops`` if its user has asked for the end of training."""
 
     batches: Count
     seconds: Seconds | None = None

@@ -3,6 +3,7 @@ and, for a restarted scheduler, these leases."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,13 +31,18 @@ class HeardLeases:
         self._ended_at = 0.0
         self._begins = True
         """True if the next batch begins with the start of a loader."""
+        self._warm = False
+        """False before the first batch of all, whose length says nothing: a pipeline that was slow to start would get
+        no other batch where others train an epoch meanwhile."""
         self._first: float | None = None
-        """Seconds that such a batch took, used only while no other batch was timed."""
+        """Seconds that the last batch with the start of a loader took, used only while no other batch was timed."""
         self._lengths: deque[float] = deque(maxlen=RECENT)
 
     def begin(self, segment: Segment) -> None:
         """Start ``segment``, unless it is trained already."""
         if segment != self._segment:
+            if self._lengths and not self._trained:  # one stall must not keep it from all batches for ever
+                self._lengths = deque([statistics.median_low(self._lengths)], RECENT)
             self._segment, self._leases, self._trained, self._loose = segment, {}, 0, 0
             self._ended_at, self._begins, self.stops = self._clock(), True, False
 
@@ -54,10 +60,11 @@ class HeardLeases:
         now = self._clock()
         if batches > self._trained:
             length = (now - self._ended_at) / (batches - self._trained)
-            if self._begins:
-                self._first = length
-            else:
+            if not self._begins:
                 self._lengths.append(length)
+            elif self._warm:
+                self._first = length
+            self._warm = True
         self._trained, self._ended_at, self._begins, self._loose = batches, now, False, loose
 
     def done(self) -> Done:

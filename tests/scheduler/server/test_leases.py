@@ -139,7 +139,7 @@ def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
         return heard.done()
 
     assert heard.done() == Done(0, None, 0.0)
-    assert trained(15.0, 1) == Done(1, 5.0, 0.0), "nothing else is known"
+    assert trained(15.0, 1) == Done(1, None, 0.0)
     assert trained(16.0, 2) == Done(2, 1.0, 0.0)
     assert trained(20.0, 4) == Done(4, 1.5, 0.0), "two at once"
     more, empty = Lease(S, 0, 2, 0, 4, 8, 0.0, 2.0), Lease(S, 0, 1, 0, 20, 20, 0.0, 0.0)
@@ -154,3 +154,28 @@ def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
     assert heard.book() == Book(S, (empty, more), False, Done(6, 2.0, 0.0, stops=True))
     heard.begin(Segment(5, 0, 20, 30))
     assert heard.book() == Book(Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))
+
+
+def test_the_start_of_a_loader_counts_while_nothing_else_is_known_but_not_the_first_of_all() -> None:
+    now = [0.0]
+    heard = HeardLeases(lambda: now[0])
+    for number, expected in enumerate((None, 5.0)):
+        heard.begin(Segment(number, 0, 0, 1))
+        now[0] += 5.0
+        heard.trained(1)
+        assert heard.done().seconds == expected
+
+
+def test_one_stall_does_not_keep_a_pipeline_from_all_later_segments() -> None:
+    """While it stalled, others have trained all; with the mean of its batches' lengths they would always be faster."""
+    now = [0.0]
+    heard = HeardLeases(lambda: now[0])
+    heard.begin(S)
+    for batches, at in enumerate((30.0, 31.0, 32.0, 92.0), 1):
+        now[0] = at
+        heard.trained(batches)
+    assert heard.done().seconds == (1.0 + 1.0 + 60.0) / 3
+    heard.begin(Segment(5, 0, 20, 30))
+    assert heard.done().seconds == (1.0 + 1.0 + 60.0) / 3, "it may be slow"
+    heard.begin(Segment(6, 0, 30, 40))
+    assert heard.done().seconds == 1.0
