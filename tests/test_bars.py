@@ -38,9 +38,9 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_882,
-    "code lines of recipes, without baselines and tools": 7_058,
-    "code lines of tests": 39_711,
+    "code lines of the package": 37_887,
+    "code lines of recipes, without baselines and tools": 7_063,
+    "code lines of tests": 39_723,
     "statements that raise something": 549,
     "types of messages, events, decisions and effects": 77,
 }
