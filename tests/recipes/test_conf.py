@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hypothesis import settings
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.configuration import check
@@ -87,12 +87,21 @@ def test_an_experiment_composes_with_options_of_every_group(experiment: str, tmp
     """Several groups at once; each option with some experiment, and in long with each."""
     for number in range(GROUPS["experiment"].index(experiment) % STEP, max(map(len, CHOSEN.values())), STEP):
         chosen = [f"{group}={options[number % len(options)]}" for group, options in CHOSEN.items()]
-        if {"sync=partial_reduce", "schedule=pipedream"} <= {*chosen}:  # which is refused
-            chosen.append("num_stages=1")
+        refused = {"sync=partial_reduce", "schedule=pipedream"} <= {*chosen}  # with several stages
+        chosen.append(f"num_stages={1 if refused else 2}")
         placement = [each for option in chosen for each in _with(option, tmp_path)]
         config = composed(f"experiment={experiment}", *chosen, *placement)
         check(config)
         assert isinstance(hydra.utils.instantiate(config.strategy), SDPipeStrategy), chosen
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_what_an_experiment_sets_holds(experiment: str) -> None:
+    said = OmegaConf.to_container(OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml"))
+    assert isinstance(said, dict)
+    del said["defaults"]
+    config = composed(f"experiment={experiment}")
+    assert OmegaConf.to_container(OmegaConf.merge(config, said)) == OmegaConf.to_container(config)
 
 
 def test_groups_of_pipelines_are_lists_on_the_command_line() -> None:
