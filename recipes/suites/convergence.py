@@ -35,6 +35,7 @@ T95 = (math.inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t of a two-sided interval of 95 %, by degrees of freedom."""
 JITTER = 0.05
 """Share by which the length of a mini-batch varies."""
+LOSS = "val_loss"
 GROUP = ("part", "task", "heterogeneity", "rate")
 """Columns of rows that are compared with each other."""
 
@@ -95,8 +96,9 @@ def run(
         parts: by name: the methods that are ``compared``, under which ``conditions``, at which multiples of the
             learning rate (``rates``), and how many ``repeats`` with seeds that count up.
         only: names of parts.
-        tasks: by name: ``model`` and ``data``, the ``metric`` (the larger the better, at most 1),
-            ``variance_correction``, and the ``goal`` of the final difference in points.
+        tasks: by name: ``model`` and ``data``, the ``metric``, ``variance_correction``, and the ``goal`` of the final
+            difference. Of a loss (``LOSS``) less is better, and the difference is in per cent; of a share more, and it
+            is in points.
         learned: names of tasks.
         pipelines: their number under each condition.
         fields: others of :class:`Learning`, the same for all.
@@ -119,7 +121,7 @@ def run(
                 row = case.columns | grid.measured(_without_time(case.asked), measure)
                 rows.append(row | {"curve": _in_time(case.asked, row)})
     for group in _groups(rows):
-        note_targets(group)
+        note_targets(group, tasks[group[0]["task"]]["metric"] == LOSS)
     if output is not None:
         for task in learned:
             _draw(chosen(rows, task=task), Path(output), task, tasks[task]["metric"])
@@ -227,23 +229,24 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     return [chosen(rows, **dict(zip(GROUP, key, strict=True))) for key in keys]
 
 
-def note_targets(rows: Sequence[Row]) -> None:
-    """Note the time and the samples to the target in each row, if there is an all-reduce."""
+def note_targets(rows: Sequence[Row], falls: bool = False) -> None:
+    """Note the time and the samples to the target in each row, if there is an all-reduce; the metric ``falls``, or
+    rises."""
     if base := chosen(rows, what=BASELINE):
         at = round(TARGET_AT * len(base[0]["curve"])) - 1
         target = statistics.fmean(row["curve"][at][2] for row in base)
         for row in rows:
-            reached = to_target(row["curve"], target) or (None, None)
+            reached = to_target(row["curve"], target, falls) or (None, None)
             row["seconds"] = row["curve"][-1][0]
             row |= {"target": target, "seconds_to_target": reached[0], "samples_to_target": reached[1]}
 
 
-def to_target(curve: Sequence[Sequence[float]], target: float) -> tuple[float, float] | None:
-    """Return seconds and samples at which the curve first reaches ``target``, between its points in proportion; None if
-    it does not."""
+def to_target(curve: Sequence[Sequence[float]], target: float, falls: bool = False) -> tuple[float, float] | None:
+    """Return seconds and samples at which the curve, which rises or ``falls``, first reaches ``target``, between its
+    points in proportion; None if it does not."""
     before: Sequence[float] | None = None
     for point in curve:
-        if point[2] >= target:
+        if point[2] <= target if falls else point[2] >= target:
             if before is None:
                 return point[0], point[1]
             share = (target - before[2]) / (point[2] - before[2])
@@ -267,9 +270,11 @@ def ratios(rows: Sequence[Row], tasks: Mapping[str, Mapping[str, Any]]) -> Ratio
             where = "" if first["part"] == "headline" else f"{first['part']}/"
             where += f"{first['task']}/{first['heterogeneity']}" + ("" if method == OURS else f"/{method}")
             where += "" if first["rate"] == 1 else f"/rate{first['rate']:g}"
-            gaps = [100 * (a["final"] - b["final"]) for a, b in pairs]
-            noise = 100 * statistics.stdev(b["final"] for _, b in pairs) if len(pairs) > 1 else math.nan
-            meaning = f"final {about['metric']}, points by which {method} is better than all-reduce (s = {noise:.2g})"
+            falls, finals = about["metric"] == LOSS, [b["final"] for _, b in pairs]
+            unit, whole = ("per cent", statistics.fmean(finals)) if falls else ("points", 1.0)
+            gaps = [100 * (b["final"] - a["final"] if falls else a["final"] - b["final"]) / whole for a, b in pairs]
+            noise = 100 * statistics.stdev(finals) / whole if len(pairs) > 1 else math.nan
+            meaning = f"final {about['metric']}, {unit} by which {method} is better than all-reduce (s = {noise:.2g})"
             found[f"final/{where}"] = interval(gaps, about["goal"] if plain else None, meaning)
             goals = {"samples": SAMPLES_GOAL, "time": TIME_GOALS.get(first["heterogeneity"]), "rate": None}
             quotients = _quotients(pairs)

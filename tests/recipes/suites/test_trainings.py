@@ -110,7 +110,10 @@ def test_each_goal_of_epochs_has_its_trainings() -> None:
     ],
 )
 def test_the_target_is_reached_between_points(curve: Any, reached: Any) -> None:
-    assert convergence.to_target(curve, 0.8) == (None if reached is None else pytest.approx(reached))
+    expected = None if reached is None else pytest.approx(reached)
+    assert convergence.to_target(curve, 0.8) == expected
+    losses = [(seconds, samples, 1 - value) for seconds, samples, value in curve]
+    assert convergence.to_target(losses, 1 - 0.8, falls=True) == expected
 
 
 def test_learning_is_compared_seed_by_seed() -> None:
@@ -132,6 +135,8 @@ def test_learning_is_compared_seed_by_seed() -> None:
         "time/pictures/static": 2.0 * math.prod((0.9 + 0.01 * r) / 0.9 for r in range(3)) ** (1 / 3),
         "rate/pictures/static": 2.0,
     }
+    of_losses = convergence.ratios(rows, {"pictures": {**about, "metric": convergence.LOSS}})
+    assert of_losses["final/pictures/static"]["value"] == pytest.approx(-1.0 / 0.9)  # per cent
     final = found["final/pictures/static"]
     assert (final["low"], final["high"]) == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5))
     assert final["meaning"].endswith("; 3 seeds, interval of 95 %")
