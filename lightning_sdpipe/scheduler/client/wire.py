@@ -46,8 +46,9 @@ MEANWHILE = 0.02
 GLANCE = 0.1
 """Seconds between checks of the monitor, until an answer has come."""
 
-TRIES = 3
-"""Handshakes that must fail before the keys are blamed; a scheduler that is just ending fails one, too."""
+TRIES = 2
+"""Handshakes that must fail before the program there is asked whether it speaks ZeroMQ, and again before the keys are
+blamed: a scheduler that is just ending fails one, and so does a proxy whose scheduler has just begun."""
 
 GREETING = 1.0
 """Seconds within which a scheduler sends the first byte of a connection."""
@@ -152,8 +153,15 @@ class Connection:
         while monitor is not None and self._verdict is None and monitor.poll(0):
             event = recv_monitor_message(monitor)
             self._hear(event["event"])
-        if self._failures >= TRIES and not self._greeted:
-            self._greeted = _greets(self.address)  # and the next failure counts: those before may be a proxy's
+        if self._failures >= TRIES and self._greeted:
+            self._verdict = (
+                "it has another key than the one that this worker.key was made for, or none; give the worker.key "
+                "that was made with its scheduler.key"
+                if self._has_keys
+                else "it asks for a key (give its worker.key), or it is no scheduler"
+            )
+        elif self._failures >= TRIES and _greets(self.address):
+            self._greeted, self._failures = True, 0  # those so far may be a proxy's
         if self._verdict is not None:
             raise SchedulerError(f"no connection to the scheduler at {self.address}: {self._verdict}")
 
@@ -199,13 +207,6 @@ class Connection:
             )
         else:
             self._failures += 1
-            if self._greeted:
-                self._verdict = (
-                    "it has another key than the one that this worker.key was made for, or none; give the worker.key "
-                    "that was made with its scheduler.key"
-                    if self._has_keys
-                    else "it asks for a key (give its worker.key), or it is no scheduler"
-                )
 
 
 def _greets(address: str) -> bool:
