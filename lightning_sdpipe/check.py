@@ -39,8 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
     given = parser.parse_args(arguments)
     built, batch = factory.build(given.factory)
-    if batch is None:
-        raise ConfigurationError(f"{given.factory} returned no batch. Let it return (module, batch).")
+    factory.step_of(given.factory, built, batch)
     micro_batches = split(batch, 2, built)
     parts = [part.batch for part in micro_batches]
     make = partial(_make, given.factory, parts)

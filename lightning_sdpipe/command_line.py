@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +104,28 @@ def speeds_of(text: str) -> list[float] | list[list[float]]:
 _LISTS = (depths_of, numbers_of, speeds_of)
 _UNITS: dict[Any, str] = dict.fromkeys(_LISTS, "LIST") | {int: "N", float: "X", seconds: "SECONDS", Path: "FILE"}
 """How the help calls the value of an option, by its type."""
+
+
+def check_installed(what: str, extra: str, *modules: str) -> None:
+    """Refuse ``what`` needs some ``modules``, of an ``extra`` of the package, unless all are installed.
+
+    Raises:
+        ConfigurationError: some are missing.
+    """
+    if missing := [name for name in modules if find_spec(name) is None]:
+        listed = " and ".join(missing)
+        raise ConfigurationError(f"{what} needs an extra: {listed} not found; pip install 'lightning-sdpipe[{extra}]'")
+
+
+def check_writable(file: Path) -> None:
+    """Refuse a ``file`` in a directory that does not exist, or is not this user's to write to.
+
+    Raises:
+        ConfigurationError: it is refused.
+    """
+    if not os.access(file.parent, os.W_OK):
+        where = file.parent.absolute()
+        raise ConfigurationError(f"{file} cannot be written: {where} is no directory where this user may write.")
 
 
 def shape_of(stages: Sequence[int], pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:

@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,13 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdpipe.command_line import Parser
-from lightning_sdpipe.errors import ConfigurationError, shape
+from lightning_sdpipe.command_line import Parser, check_installed
+from lightning_sdpipe.errors import check_integer, shape
 from lightning_sdpipe.heterogeneity.delays import Delays
 from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.heterogeneity.slowdowns import Static
-from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.seeing import report
 from lightning_sdpipe.seeing.page import in_one_line
 from lightning_sdpipe.seeing.recording import of_log
@@ -147,9 +145,7 @@ def longer(share: float, late: float) -> float:
 
 def _check(epochs: int) -> None:
     check_integer("--epochs", epochs, 1, "epochs")
-    missing = [name for name in ("sklearn", "matplotlib") if find_spec(name) is None]
-    if missing:
-        raise ConfigurationError(f"{' and '.join(missing)} not found; pip install 'lightning-sdpipe[demo]'")
+    check_installed("the demo", "demo", "sklearn", "matplotlib")
 
 
 def _hush() -> None:

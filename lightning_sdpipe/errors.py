@@ -1,9 +1,13 @@
-"""Exceptions that reach users, and the ends of messages about wrong names."""
+"""Exceptions that reach users, checks of single values, and the ends of messages about wrong names."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from numbers import Real
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 class ConfigurationError(ValueError):
@@ -41,6 +45,71 @@ class MustEndError(WorkerFailedError):
 
     def __init__(self, pipeline: int, reason: str) -> None:
         super().__init__(f"this process of pipeline {pipeline} must end: {reason}")
+
+
+def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
+    """Return the error for a value that is not allowed."""
+    return ConfigurationError(f"{name}={value!r} is not allowed; give {allowed}")
+
+
+def check_choices(values: object) -> None:
+    """Refuse what a field of ``values`` holds where its annotation has a ``Literal`` that does not name it.
+
+    Raises:
+        ConfigurationError: the value is refused.
+    """
+    for name, hint in get_type_hints(type(values)).items():
+        parts = [hint, *get_args(hint)]  # of a union
+        choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+        choices += [None] if choices and type(None) in parts else []
+        if choices and getattr(values, name) not in choices:
+            raise refusal(name, getattr(values, name), f"one of {', '.join(map(repr, choices))}")
+
+
+def check_integer(name: str, value: object, least: int, unit: str, *, optional: bool = False) -> None:
+    """Refuse a value that is not an integer of at least ``least``.
+
+    Raises:
+        ConfigurationError: the value is refused.
+    """
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise refusal(name, value, f"an integer from {least} ({unit})")
+
+
+def check_number(
+    name: str,
+    value: object,
+    allowed: str,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = math.nan,
+    below: float = math.nan,
+) -> None:
+    """Refuse a value that is not a number from ``least`` to ``most``, ``above`` and ``below`` others if those are
+    given; nan never is.
+
+    Raises:
+        ConfigurationError: the value is refused; the message tells what is ``allowed``.
+    """
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not least <= number <= most or number <= above or number >= below:
+        raise refusal(name, value, allowed)
+
+
+@contextmanager
+def os_errors_as(cannot: str, advice: str = "", kind: type[Exception] = ConfigurationError) -> Iterator[None]:
+    """Say within what ``cannot`` be done where the system refuses it, and why.
+
+    Raises:
+        ConfigurationError: or another ``kind``, in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{cannot} ({error.strerror}); {advice}" if advice else f"{cannot}: {error.strerror}") from error
 
 
 ONLY_LIGHTNING = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import TensorDataset
 
-from lightning_sdpipe import cli, demo
+from lightning_sdpipe import cli, command_line, demo
 from tests.own_session import script
 
 
@@ -91,6 +91,6 @@ def test_what_is_refused(
     def finds(name: str, *_: Any) -> Any:
         return None if name == "sklearn" else name
 
-    monkeypatch.setattr(demo, "find_spec", finds)
+    monkeypatch.setattr(command_line, "find_spec", finds)
     assert cli.main(["demo", *arguments]) == 2
     assert said in capsys.readouterr().err

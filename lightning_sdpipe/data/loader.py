@@ -98,9 +98,7 @@ class PipelineLoader:
         self._plain = isinstance(self._draws, _Positions) and type(loader).__iter__ is DataLoader.__iter__
 
     def __getattr__(self, name: str) -> Any:
-        if "_loader" not in vars(self):  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(object.__getattribute__(self, "_loader"), name)  # which is not there while it is unpickled
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name in _OF_PIPELINES:
@@ -302,9 +300,7 @@ class DrawingDataset:
         self.dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is being copied
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return getattr(object.__getattribute__(self, "dataset"), name)  # which is not there while it is copied
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices, check_number, refusal
 from lightning_sdpipe.exchange.payloads import Full, Payload
-from lightning_sdpipe.policies.policy import check_choices, refusal
 
 Overlap = Literal["none", "step", "free"]
 Hierarchy = Literal["flat", "hosts"]
@@ -38,8 +38,7 @@ class Exchange:
         if not isinstance(given, Payload):
             raise refusal("payload", given, "an object of lightning_sdpipe.exchange.payloads, such as EightBit()")
         check_choices(self)
-        if not 0 <= self.interval < float("inf"):
-            raise refusal("interval", self.interval, "seconds from 0")
+        check_number("interval", self.interval, "seconds from 0", least=0, below=math.inf)
         if self.interval != INTERVAL and self.overlap != "free":
             raise ConfigurationError(
                 f"interval={self.interval} has no meaning with overlap={self.overlap!r}. Leave it out, or use "

@@ -14,17 +14,17 @@ checkpoints. A sync point is an early round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import WorkerFailedError
+from lightning_sdpipe.errors import WorkerFailedError, check_integer, check_number
 from lightning_sdpipe.exchange.moving import pieces_of
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.references import BROKEN_OFF, CommonReference
-from lightning_sdpipe.policies.policy import refusal
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,9 @@ class Nesterov:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < float("inf"):
-            raise refusal("lr", self.lr, "a finite number above 0; 1 with momentum=0 is plain averaging")
-        if not 0 <= self.momentum < 1:
-            raise refusal("momentum", self.momentum, "a number from 0 and below 1")
+        allowed = "a finite number above 0; 1 with momentum=0 is plain averaging"
+        check_number("lr", self.lr, allowed, above=0, below=math.inf)
+        check_number("momentum", self.momentum, "a number from 0 and below 1", least=0, below=1)
 
 
 AVERAGE = Nesterov(lr=1.0, momentum=0.0)
@@ -93,14 +92,11 @@ class Fragments:
     mix: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise refusal("every", self.every, "updates from 1")
-        if not 1 <= self.fragments <= self.every:
-            raise refusal("fragments", self.fragments, f"from 1 to every={self.every}")
-        if not 0 <= self.delay < self.every:
-            raise refusal("delay", self.delay, f"updates from 0, below every={self.every}")
-        if not 0 <= self.mix < 1:
-            raise refusal("mix", self.mix, "a share from 0 and below 1, such as 0.5")
+        every = self.every
+        check_integer("every", every, 1, "updates")
+        check_number("fragments", self.fragments, f"from 1 to {every=}", least=1, most=every)
+        check_number("delay", self.delay, f"updates from 0, below {every=}", least=0, below=every)
+        check_number("mix", self.mix, "a share from 0 and below 1, such as 0.5", least=0, below=1)
 
     def begin(self, updates: int) -> list[int]:
         """Return the fragments whose rounds begin after this number of updates, which count from 1."""

@@ -7,9 +7,9 @@ delays at the same iterations, and their least cost can be computed beforehand.
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices, check_number
 from lightning_sdpipe.heterogeneity.tracks import Track
 
 Draws = Literal["iteration", "pass"]
@@ -48,13 +48,10 @@ class Delays:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.probability <= 1.0:
-            raise ConfigurationError(f"probability={self.probability!r} must lie between 0 and 1.")
+        check_number("probability", self.probability, "a number from 0 to 1", least=0, most=1)
         for name, value in (("seconds", self.seconds), ("scale", self.scale)):
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ConfigurationError(f"{name}={value!r} must be a finite number of at least 0.")
-        if self.draws not in get_args(Draws):
-            raise ConfigurationError(f"draws={self.draws!r} must be one of {', '.join(get_args(Draws))}.")
+            check_number(name, value, "a finite number from 0", least=0, below=math.inf)
+        check_choices(self)
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
         """Return the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration; a pure

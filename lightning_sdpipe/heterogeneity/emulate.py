@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import check_integer, check_number
 
 # Largest part of a late awakening that the next sleep may make up for. Linux timers wake 0.1 to 0.3 ms late; a later
 # awakening is contention, which an emulated device would not make up for either.
@@ -70,10 +70,10 @@ class EmulatedBlock(nn.Module):
         super().__init__()
         times = {"forward_seconds": forward_seconds, "backward_seconds": backward_seconds}
         for name, value in times.items():
-            if not (math.isfinite(value) and value >= 0.0):
-                raise ConfigurationError(f"{name}={value!r} must be a finite number of at least 0.")
-        if num_parameters < 1 or (out_shape is not None and min(out_shape, default=1) < 1):
-            raise ConfigurationError(f"{out_shape=} and {num_parameters=} must be positive throughout.")
+            check_number(name, value, "finite seconds from 0", least=0, below=math.inf)
+        check_integer("num_parameters", num_parameters, 1, "elements")
+        for size in out_shape or ():
+            check_integer("out_shape", size, 1, "in each dimension")
         self.forward_seconds = forward_seconds
         self.backward_seconds = backward_seconds
         self.out_shape = None if out_shape is None else tuple(out_shape)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_number
 from lightning_sdpipe.heterogeneity.delays import Pass, uniform
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.heterogeneity.tracks import Track, read_tracks
@@ -70,8 +70,7 @@ class Trace:
     _tracks: tuple[Track, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.time_scale) and self.time_scale > 0.0):
-            raise ConfigurationError(f"time_scale={self.time_scale!r} must be a finite number above 0.")
+        check_number("time_scale", self.time_scale, "a finite number above 0", above=0, below=math.inf)
         files = (SHARED_GPUS,) if self.files is None else self.files
         tracks = [track for file in files for track in read_tracks(FIGURE if file == "figure" else Path(file))]
         if not tracks:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_number, os_errors_as
 
 FORMAT = "sdpipe-trace/1"
 
@@ -36,13 +36,12 @@ class Track:
     start_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.interval_seconds) and self.interval_seconds > 0.0):
-            raise ConfigurationError(f"interval_seconds={self.interval_seconds!r} must be a finite number above 0.")
+        seconds = self.interval_seconds
+        check_number("interval_seconds", seconds, "a finite number above 0", above=0, below=math.inf)
         if not self.speeds:
             raise ConfigurationError("A track needs at least one speed.")
         for index, speed in enumerate(self.speeds):
-            if not 0.0 < speed <= 1.0:
-                raise ConfigurationError(f"Speed {index} of a track is {speed!r}; it must lie above 0 and up to 1.")
+            check_number(f"Speed {index}", speed, "a number above 0 and up to 1", above=0, most=1)
 
     @property
     def seconds(self) -> float:
@@ -83,9 +82,8 @@ def read_tracks(path: Path) -> list[Track]:
         ConfigurationError: the file cannot be read, or is not a trace.
     """
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
-    except OSError as error:
-        raise ConfigurationError(f"The trace {path} cannot be read: {error.strerror}.") from error
+        with os_errors_as(f"The trace {path} cannot be read"):
+            file = msgspec.json.decode(path.read_bytes(), type=_File)
     except msgspec.DecodeError as error:
         raise ConfigurationError(
             f"{path} is not a trace of format {FORMAT}: {error}. docs/heterogeneity.md shows it."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,31 +85,34 @@ def refuse_small_batches(module: LightningModule, loader: Any, num_micro_batches
         part_sizes(loader.batch_size, num_micro_batches)
 
 
+_CALLBACKS: Mapping[tuple[type[Callback], ...], str] = {
+    (StochasticWeightAveraging, WeightAveraging): (
+        "keeps a second copy of the whole model, and each worker holds its own stage only. Use "
+        "lightning_sdpipe.SDPipeWeightAveraging, which averages that: SDPipeWeightAveraging(decay=0.999) for an "
+        "exponential average, and with update_every_n_steps=0, update_starting_at_epoch=... for the ends of epochs"
+    ),
+    (ModelPruning,): (
+        "replaces parameters by others while training goes on, when the model has been cut. Prune the trained model "
+        "afterwards, with torch.nn.utils.prune"
+    ),
+    (LearningRateFinder,): (
+        "stops where the loss grows, and the loss exists on last stages only. Find the learning rate with a smaller "
+        "model in one process"
+    ),
+}
+"""Callbacks that do not go with a cut model, with the reason and what to do."""
+
+
 def _refuse_callback(trainer: Trainer, callback: Callback) -> None:
-    name = type(callback).__name__
-    if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-        raise ConfigurationError(
-            f"{name} keeps a second copy of the whole model, and each worker holds its own stage only. Use "
-            "lightning_sdpipe.SDPipeWeightAveraging, which averages that: SDPipeWeightAveraging(decay=0.999) for an "
-            "exponential average, and with update_every_n_steps=0, update_starting_at_epoch=... for the ends of "
-            f"epochs; {ONE_STAGE}."
-        )
-    if isinstance(callback, ModelPruning):
-        raise ConfigurationError(
-            f"{name} replaces parameters by others while training goes on, when the model has been cut. Prune the "
-            f"trained model afterwards, with torch.nn.utils.prune; {ONE_STAGE}."
-        )
-    if isinstance(callback, LearningRateFinder):
-        raise ConfigurationError(
-            f"{name} stops where the loss grows, and the loss exists on last stages only. Find the learning rate with "
-            f"a smaller model in one process; {ONE_STAGE}."
-        )
+    why = next((said for kinds, said in _CALLBACKS.items() if isinstance(callback, kinds)), None)
     if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
         trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # else it acts on this very exception
-        raise ConfigurationError(
-            f"{name} would save a checkpoint after a failure, when the stages that are gone cannot give their part. "
-            f"Save at intervals: ModelCheckpoint(every_n_train_steps=...); {ONE_STAGE}."
+        why = (
+            "would save a checkpoint after a failure, when the stages that are gone cannot give their part. Save at "
+            "intervals: ModelCheckpoint(every_n_train_steps=...)"
         )
+    if why is not None:
+        raise ConfigurationError(f"{type(callback).__name__} {why}; {ONE_STAGE}.")
 
 
 def leave_out_example(module: LightningModule) -> Callable[[], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lightning_sdpipe.policies.policy import check_integer, refusal
+from lightning_sdpipe.errors import check_integer, check_number, refusal
 
 MOST_PIPELINES = 1024
 """Lowest number of a pipeline that is taken for a mistake."""
@@ -33,10 +33,7 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_integer("min_pipelines", self.min_pipelines, 1, "pipelines")
         check_integer("start_pipelines", self.start_pipelines, self.min_pipelines, "pipelines", optional=True)
         for name in ("gather", "hold_limit", "recovery_grace", "settle", "apart"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise refusal(name, value, "seconds from 0")
-
+            check_number(name, getattr(self, name), "seconds from 0", least=0)
         if self.fixed and self.to_start != self.min_pipelines:
             raise refusal("start_pipelines", self.start_pipelines, f"{self.min_pipelines}, all of a fixed roster")
         if self.depths and not (self.fixed and len(self.depths) == self.min_pipelines and min(self.depths) >= 1):

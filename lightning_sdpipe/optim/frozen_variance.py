@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_integer, check_number
 from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 
 # Entries that the wrapper adds to a parameter's optimizer state.
@@ -58,14 +58,8 @@ class FrozenVariance(OptimizerWrapper):
                 f"FrozenVariance freezes Adam and AdamW of torch.optim, not {type(optimizer).__name__}: use one of "
                 "these, without VarianceCorrection, which has nothing to correct in a frozen variance."
             )
-        if isinstance(after, bool) or not isinstance(after, int) or after < 1:
-            raise ConfigurationError(
-                f"after={after!r} is not allowed; give gradients to measure the variance by, from 1."
-            )
-        if not 0 <= floor <= 1:
-            raise ConfigurationError(
-                f"floor={floor!r} is not allowed; give a share of the mean second moment, such as 0.01."
-            )
+        check_integer("after", after, 1, "gradients to measure the variance by")
+        check_number("floor", floor, "a share of the mean second moment, such as 0.01", least=0, most=1)
         self.after = after
         self.floor = floor
         super().__init__(optimizer)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, NAdam, Optimizer, RAdam
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_number
 from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 
 # Elements handled at a time, so that every operation on a bucket finds its data in the cache. In smaller buckets,
@@ -188,8 +188,7 @@ class VarianceCorrection(OptimizerWrapper):
 
     @num_workers.setter
     def num_workers(self, value: float) -> None:
-        if not (math.isfinite(value) and value >= 1):
-            raise ConfigurationError(f"num_workers={value!r} must be a finite number of at least 1.")
+        check_number("num_workers", value, "a finite number from 1", least=1, below=math.inf)
         self._num_workers = float(value)
 
     def _step(self) -> None:

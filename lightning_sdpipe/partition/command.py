@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition import factory
 from lightning_sdpipe.partition.chain import Block, described
 from lightning_sdpipe.partition.costs import Costs
@@ -81,13 +79,7 @@ def _report(options: argparse.Namespace) -> str:
     def measure(blocks: Sequence[Block]) -> Profile:
         if tuple(blocks) in measured:
             return measured[tuple(blocks)]
-        if batch is None:
-            raise ConfigurationError(
-                f"{options.factory} returned no batch to measure with. Let it return (module, batch)."
-            )
-        step: Any = getattr(module, "training_step", None)
-        if step is None:
-            raise ConfigurationError(f"{type(module).__name__} has no training_step to measure.")
+        step = factory.step_of(options.factory, module, batch)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         measured[tuple(blocks)] = profile(module, blocks, lambda: step(batch, 0), device)
         return measured[tuple(blocks)]

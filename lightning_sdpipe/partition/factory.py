@@ -124,6 +124,19 @@ def build(path: str) -> tuple[nn.Module, Any]:
     return module, batch
 
 
+def step_of(path: str, module: nn.Module, batch: Any) -> Callable[..., Any]:
+    """Return the training step of what the factory ``path`` has made.
+
+    Raises:
+        ConfigurationError: it has made none, or no batch for it.
+    """
+    step: Callable[..., Any] | None = getattr(module, "training_step", None)
+    if step is None or batch is None:
+        lacks = "no batch" if batch is None else f"a {type(module).__name__} without a training_step"
+        raise ConfigurationError(f"{path} returned {lacks}. Let it return (module, batch).")
+    return step
+
+
 def _give_trainer(module: LightningModule) -> None:
     """Give a module what its step may look at in a run: a Trainer that fits it, with optimizers."""
     log = logging.getLogger("lightning.pytorch")

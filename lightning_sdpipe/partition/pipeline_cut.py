@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_number
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,9 @@ class Balanced:
     optimizer_state: float = 2.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ConfigurationError(f"bandwidth={self.bandwidth} must be positive, in bytes per second.")
-        if not self.optimizer_state >= 0:
-            raise ConfigurationError(
-                f"optimizer_state={self.optimizer_state} must be at least 0, in bytes for each byte of parameters."
-            )
+        check_number("bandwidth", self.bandwidth, "bytes per second above 0", above=0)
+        allowed = "bytes for each byte of parameters, from 0"
+        check_number("optimizer_state", self.optimizer_state, allowed, least=0)
 
 
 @dataclass(frozen=True)

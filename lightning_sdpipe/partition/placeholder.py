@@ -92,18 +92,10 @@ class Placeholder(Tensor):
         placeholders = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Placeholder)]
         if func in FROM_METADATA and not placeholders[0].is_meta:  # a tensor like a weight is where the weight is
             return func(*tree_map_only(Placeholder, _without_values, args), **kwargs)
-        if func is _aten._local_scalar_dense.default:
-            raise SkippedCutError(placeholders[0], "is read as a Python number")
-        if torch.Tag.dynamic_output_shape in func.tags:
-            raise SkippedCutError(placeholders[0], f"decides on the shape of what {func} returns")
-        if func in _DRAW_BY_VALUE:
-            raise SkippedCutError(
-                placeholders[0], f"decides how many random numbers {func} draws, and so on later ones"
-            )
+        if (wrong := _needs_values(func, args, kwargs)) is not None:
+            raise SkippedCutError(placeholders[0], wrong)
         if torch.Tag.nondeterministic_seeded in func.tags:  # so that later draws equal those of the other stages
             func(*tree_map_only(Placeholder, _any_values, args), **tree_map_only(Placeholder, _any_values, kwargs))
-        if _writes_to_real(func, args, kwargs):
-            raise SkippedCutError(placeholders[0], "is written into a tensor that lives")
         device = torch.device(kwargs.get("device") or placeholders[0].device)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
@@ -258,9 +250,17 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _writes_to_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return for what an operation needs the values of a placeholder; None if it runs on shapes alone."""
+    if func is _aten._local_scalar_dense.default:
+        return "is read as a Python number"
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return f"decides on the shape of what {func} returns"
+    if func in _DRAW_BY_VALUE:
+        return f"decides how many random numbers {func} draws, and so on later ones"
     written = tree_leaves(written_by(func, args, kwargs))
-    return any(isinstance(t, Tensor) and not isinstance(t, Placeholder) for t in written)
+    real = any(isinstance(t, Tensor) and not isinstance(t, Placeholder) for t in written)
+    return "is written into a tensor that lives" if real else None
 
 
 def _without_values(placeholder: Placeholder) -> Tensor:

@@ -91,15 +91,14 @@ def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
             now[...] = array
             return now
         return array.copy() if kind == "array" else array[()]
-    if kind == "member":
-        if not isinstance(now, Enum):
-            raise NotPackedError(f"a member of an enumeration, in the place of a {type(now).__name__}")
+    if kind == "member" and isinstance(now, Enum):
         return type(now)[data]
-    if kind == "generator":
-        if not isinstance(now, GENERATORS):
-            raise NotPackedError(f"a generator of random numbers, in the place of a {type(now).__name__}")
+    if kind == "generator" and isinstance(now, GENERATORS):
         _set_state(now, unpack(data, None, torch.device("cpu")))
         return now
+    if kind in ("member", "generator"):
+        what = "a member of an enumeration" if kind == "member" else "a generator of random numbers"
+        raise NotPackedError(f"{what}, in the place of a {type(now).__name__}")
     if kind == "dict":
         pairs = [(unpack(key, None, device), item) for key, item in data]
         was = now if isinstance(now, dict) else {}

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from lightning_sdpipe.command_line import Parser, depths_of, seconds
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.command_line import Parser, check_writable, depths_of, seconds
+from lightning_sdpipe.errors import ConfigurationError, check_integer, check_number
 from lightning_sdpipe.placement.cost import CostModel
 from lightning_sdpipe.placement.model import Block, even_stages
 from lightning_sdpipe.placement.network import Network, read_network
 from lightning_sdpipe.placement.planner import PlacementResult, PlacementTask, place, place_freely
 from lightning_sdpipe.placement.report import draw_picture, given, rates, report
 from lightning_sdpipe.placement.search import MOVES
-from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.topology.placement_file import write_placement
 
 GAIN = 1.03
@@ -129,21 +127,19 @@ def _stages(options: argparse.Namespace, stages: int) -> tuple[Block, ...] | Non
             "--stage-bytes and --cut-bytes go together: what a stage averages, and what a cut carries."
         )
     amounts = options.stage_bytes or 0.0, options.cut_bytes or 0.0
-    if not all(0 <= amount < math.inf for amount in amounts):
-        raise ConfigurationError(f"--stage-bytes and --cut-bytes must be finite and at least 0; given {amounts}.")
+    for name, amount in zip(("--stage-bytes", "--cut-bytes"), amounts, strict=True):
+        check_number(name, amount, "a number, finite and at least 0", least=0, below=math.inf)
     return even_stages(stages, *amounts) if any(given) else None
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options whose errors would only be noticed after the search, or not at all."""
-    if not options.seconds > 0:
-        raise ConfigurationError(f"--for {options.seconds} must be a number above 0.")
+    check_number("--for", options.seconds, "seconds above 0", above=0)
     check_integer("--moves", options.moves, 0, "moves")
     check_integer("--micro-batches", options.micro_batches, 1, "of a mini-batch", optional=True)
-    if not 0 <= options.optimizer_state < math.inf:
-        raise ConfigurationError(f"--optimizer-state {options.optimizer_state} must be a number of at least 0.")
+    check_number("--optimizer-state", options.optimizer_state, "a finite number from 0", least=0, below=math.inf)
     for file in (options.output, options.picture):
-        if file is not None and not os.access(file.parent, os.W_OK):
-            raise ConfigurationError(f"{file} cannot be written: {file.parent.absolute()} is no such directory.")
+        if file is not None:
+            check_writable(file)
     if options.picture is not None and options.picture.suffix != ".svg":
         raise ConfigurationError(f"--picture {options.picture} must end in .svg.")

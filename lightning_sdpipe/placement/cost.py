@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_integer
 
 CostModel = Literal["dtfm", "pipelined", "pipedream"]
 
@@ -41,8 +41,7 @@ def shares(model: CostModel, num_micro_batches: int) -> Shares:
     Raises:
         ConfigurationError: the model is unknown, or there is no micro-batch.
     """
-    if num_micro_batches < 1:
-        raise ConfigurationError(f"num_micro_batches={num_micro_batches} must be 1 or more.")
+    check_integer("num_micro_batches", num_micro_batches, 1, "of a mini-batch")
     one = 1.0 / num_micro_batches
     match model:
         case "dtfm":

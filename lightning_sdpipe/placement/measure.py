@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -27,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_sdpipe.command_line import Parser
+from lightning_sdpipe.command_line import Parser, check_writable
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.speed import matrix_product, sample
 from lightning_sdpipe.partition import rehearsal
-from lightning_sdpipe.partition.factory import build
+from lightning_sdpipe.partition.factory import build, step_of
 from lightning_sdpipe.partition.plan import Profile, plan, with_crossing
 from lightning_sdpipe.partition.profile import profile
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult
@@ -188,10 +187,12 @@ def measure(
 
 def _check_writable(meeting: JobStore, file: Path) -> None:
     """Refuse a file that rank 0 cannot write, before anything is measured."""
-    if meeting.rank == 0 and not os.access(file.parent, os.W_OK):
-        message = f"{file} cannot be written: {file.parent.absolute()} is no directory where this user may write."
-        meeting.give_up("names", message)
-        raise ConfigurationError(message)
+    if meeting.rank == 0:
+        try:
+            check_writable(file)
+        except ConfigurationError as error:
+            meeting.give_up("names", str(error))
+            raise
 
 
 def _refuse_twins(names: Sequence[str]) -> None:
@@ -242,11 +243,7 @@ def measured_blocks(model: str, names: Sequence[str] | None, device: torch.devic
         ConfigurationError: the function returns something else, or the model cannot be cut.
     """
     module, batch = build(model)
-    step: Any = getattr(module, "training_step", None)
-    if batch is None or step is None:
-        raise ConfigurationError(
-            f"{model} must return a LightningModule and a mini-batch of one pipeline, to be measured with."
-        )
+    step = step_of(model, module, batch)
     module.to(device)
     batch = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, batch)
     profiles: list[Profile] = []

@@ -15,7 +15,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as
 from lightning_sdpipe.placement.model import Model
 from lightning_sdpipe.topology.placement_file import one_row_per_line
 
@@ -179,11 +179,11 @@ def read_network(path: Path) -> Network:
     Raises:
         ConfigurationError: the file cannot be read, is of another version, or holds no network.
     """
+    with os_errors_as(f"The network {path} cannot be read"):
+        text = path.read_bytes()
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Network | _Sites)
+        found = msgspec.json.decode(text, type=Network | _Sites)
         return found if isinstance(found, Network) else found.expanded()
-    except OSError as error:
-        raise ConfigurationError(f"The network {path} cannot be read: {error.strerror}.") from error
     except (msgspec.DecodeError, ConfigurationError) as error:
         own = next((each for each in (error, error.__cause__) if isinstance(each, ConfigurationError)), None)
         reason = own or (

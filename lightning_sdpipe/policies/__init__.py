@@ -4,6 +4,8 @@ Nothing here imports another part of the package (errors excepted), a clock, a s
 ``docs/policies.md`` shows how to write a policy of your own.
 """
 
+from lightning_sdpipe.errors import check_integer as check_integer
+from lightning_sdpipe.errors import refusal as refusal
 from lightning_sdpipe.policies.decisions import Decision as Decision
 from lightning_sdpipe.policies.decisions import Group as Group
 from lightning_sdpipe.policies.decisions import Reason as Reason
@@ -21,5 +23,3 @@ from lightning_sdpipe.policies.participants import Participants as Participants
 from lightning_sdpipe.policies.policy import Policy as Policy
 from lightning_sdpipe.policies.policy import PolicyConfig as PolicyConfig
 from lightning_sdpipe.policies.policy import RefusedEvent as RefusedEvent
-from lightning_sdpipe.policies.policy import check_integer as check_integer
-from lightning_sdpipe.policies.policy import refusal as refusal

@@ -21,12 +21,13 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lightning_sdpipe.errors import check_integer
 from lightning_sdpipe.policies.capabilities import BESIDE, CHANGING, DEALT, FLAT, GROUPS, SHARDED, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.pairing import matching, shift_one, uniform
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.policy import PolicyConfig
 
 
 class ADPSGD(PolicyConfig, frozen=True):

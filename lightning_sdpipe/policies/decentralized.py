@@ -12,13 +12,14 @@ from typing import Literal
 
 import msgspec
 
+from lightning_sdpipe.errors import check_choices, check_integer
 from lightning_sdpipe.policies import pairing as places
 from lightning_sdpipe.policies.ad_psgd import ADPSGDPolicy
 from lightning_sdpipe.policies.capabilities import BESIDE, CHANGING, FREELY, LIKE, RING, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
-from lightning_sdpipe.policies.policy import PolicyConfig, check_choices, check_integer
+from lightning_sdpipe.policies.policy import PolicyConfig
 
 Peers = Literal["ring", "shift_one", "random"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from lightning_sdpipe.errors import check_integer
 from lightning_sdpipe.policies.capabilities import BASES, BESIDE, DEALT, FREELY, FULL, HOSTS, LIKE, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, GroupPart, PlannedGroup
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.policy import PolicyConfig
 
 
 class LocalSGD(PolicyConfig, frozen=True):

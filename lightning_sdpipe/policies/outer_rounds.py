@@ -15,9 +15,10 @@ lost on that stage, and the next round of all is one more for each stage.
 
 from __future__ import annotations
 
+from lightning_sdpipe.errors import check_integer
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
-from lightning_sdpipe.policies.policy import PolicyConfig, check_integer
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.rounds_of_all import RoundsOfAll
 
 

@@ -26,12 +26,12 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import Literal
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices, check_integer, check_number
 from lightning_sdpipe.policies.capabilities import GROUPS
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
-from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When, check_choices, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 
 QUEUED = "first in the queue"
@@ -64,8 +64,8 @@ class PartialReduce(PolicyConfig, frozen=True):
 
     def __post_init__(self) -> None:
         check_integer("group_size", self.group_size, 2, "pipelines")
-        if self.decay is not None and not (isinstance(self.decay, float) and 0.0 < self.decay < 1.0):
-            raise refusal("decay", self.decay, "a number between 0 and 1, or null for equal weights")
+        if self.decay is not None:
+            check_number("decay", self.decay, "a number between 0 and 1, or null for equal weights", above=0, below=1)
         check_choices(self)
         if self.missing != "closest" and self.decay is None:
             raise ConfigurationError(

@@ -38,21 +38,14 @@ from typing import Literal
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices, check_integer, check_number
 from lightning_sdpipe.policies.capabilities import GROUPS, SHARDED, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.policies.following_stages import FollowingStages, GroupPart, PlannedGroup, mean_of_groups
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.pairing import draw, similarities, uniform
-from lightning_sdpipe.policies.policy import (
-    PolicyConfig,
-    RefusedEvent,
-    check_choices,
-    check_integer,
-    checked_groups,
-    refusal,
-)
+from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent, checked_groups
 from lightning_sdpipe.policies.versions import Versions
 
 MEMORY = 16
@@ -96,8 +89,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
                     f"group_size={self.group_size} has no effect with groups that are listed; leave one of the two out"
                 )
         check_integer("group_size", self.group_size, 1, "pipelines, or null for those of a host", optional=True)
-        if isinstance(self.gamma, bool) or not 0 <= self.gamma < math.inf:  # NaN is refused too
-            raise refusal("gamma", self.gamma, "a number from 0 (no preference)")
+        check_number("gamma", self.gamma, "a number from 0 (no preference)", least=0, below=math.inf)
         check_integer("every", self.every, 1, "steps")
         check_integer("staleness", self.staleness, 1, "steps, or null for no bound", optional=True)
         check_integer("seed", self.seed, 0, "any")
@@ -108,8 +100,8 @@ class PHDPSGD(PolicyConfig, frozen=True):
                 "takes part while it computes has not ended its own. Leave one of the two out."
             )
         if self.times is not None:
-            if not all(0 < seconds < math.inf for seconds in self.times):
-                raise refusal("times", self.times, "the seconds of each pipeline's mini-batch, above 0")
+            for seconds in self.times:
+                check_number("times", seconds, "seconds of each mini-batch, above 0", above=0, below=math.inf)
             msgspec.structs.force_setattr(self, "times", tuple(map(float, self.times)))
 
     @property

@@ -18,11 +18,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError, nearest
+from lightning_sdpipe.errors import ConfigurationError, nearest, refusal
 from lightning_sdpipe.policies.capabilities import ASKED, GROUPS, Capabilities
 from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event
@@ -76,8 +76,8 @@ class Refusing(msgspec.StructMeta):
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, metaclass=Refusing):
     """The values of a policy, as a user writes them and as they cross process borders.
 
-    A subclass has a field for each value, and checks them in ``__post_init__`` (:func:`refusal` and
-    :func:`check_integer` word the errors). The class is found by its name in the registry, or by its import path. It
+    A subclass has a field for each value, and checks them in ``__post_init__`` (:mod:`lightning_sdpipe.errors` has
+    checks that word the errors). The class is found by its name in the registry, or by its import path. It
     also says all else about the method that goes by the policy: names, refusals and tables are derived from that.
     """
 
@@ -130,37 +130,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, meta
         """Time at which a worker announces that it is ready: before its last backward (SDPipe §4) or within it, or
         after the optimizer's step."""
         return "early"
-
-
-def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
-    """Return the error for a value that is not allowed."""
-    return ConfigurationError(f"{name}={value!r} is not allowed; give {allowed}")
-
-
-def check_choices(values: object) -> None:
-    """Refuse what a field of ``values`` holds where its annotation has a ``Literal`` that does not name it.
-
-    Raises:
-        ConfigurationError: the value is refused.
-    """
-    for name, hint in get_type_hints(type(values)).items():
-        parts = [hint, *get_args(hint)]  # of a union
-        choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-        choices += [None] if choices and type(None) in parts else []
-        if choices and getattr(values, name) not in choices:
-            raise refusal(name, getattr(values, name), f"one of {', '.join(map(repr, choices))}")
-
-
-def check_integer(name: str, value: object, least: int, unit: str, *, optional: bool = False) -> None:
-    """Refuse a value that is not an integer of at least ``least``.
-
-    Raises:
-        ConfigurationError: the value is refused.
-    """
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refusal(name, value, f"an integer from {least} ({unit})")
 
 
 def checked_groups(name: str, value: object, allowed: str) -> tuple[tuple[int, ...], ...]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError, nearest
+from lightning_sdpipe.errors import ConfigurationError, check_integer, nearest
 from lightning_sdpipe.policies.built_in import POLICIES
 from lightning_sdpipe.policies.per_pipeline import PerPipeline
-from lightning_sdpipe.policies.policy import Policy, PolicyConfig, check_integer
+from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 
 BUILT_IN: Mapping[str, type[PolicyConfig]] = {kind.registered: kind for kind in POLICIES}
 """The class of each built-in policy's values, by name."""

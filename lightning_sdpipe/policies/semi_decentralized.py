@@ -38,14 +38,14 @@ from dataclasses import replace
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices, check_integer, refusal
 from lightning_sdpipe.policies.capabilities import ASKED, GROUPS, Capabilities
 from lightning_sdpipe.policies.decisions import Decision, Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.group_policy import GroupPolicy
 from lightning_sdpipe.policies.local_sgd import LocalSGDPolicy
 from lightning_sdpipe.policies.pairing import by_turns
-from lightning_sdpipe.policies.policy import PolicyConfig, Unit, check_choices, check_integer, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig, Unit
 from lightning_sdpipe.policies.sync_graph import Sets, SyncGraph
 from lightning_sdpipe.policies.window import AdaptiveWindow, Length
 

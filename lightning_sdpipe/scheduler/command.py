@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sdpipe.command_line import Parser, depths_of, seconds, shape_of
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_integer
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import credentials
 from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve

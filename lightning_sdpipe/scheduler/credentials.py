@@ -16,13 +16,14 @@ import socket
 import struct
 import tempfile
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as
 
 SCHEDULER_KEY_FILE = "scheduler.key"
 WORKER_KEY_FILE = "worker.key"
@@ -59,6 +60,9 @@ class WorkerKeys(msgspec.Struct, frozen=True, tag="sdpipe worker keys"):
 
     def __repr__(self) -> str:
         return "WorkerKeys(…)"
+
+
+_Keys = TypeVar("_Keys", bound=SchedulerKeys | WorkerKeys)
 
 
 def make_keys() -> tuple[SchedulerKeys, WorkerKeys]:
@@ -136,18 +140,12 @@ def _own_directory() -> Path:
 
 def read_scheduler_keys(path: Path) -> SchedulerKeys:
     """Read the scheduler's keys from the file that :func:`write_keys` made."""
-    keys = _read(path)
-    if not isinstance(keys, SchedulerKeys):
-        raise ConfigurationError(f"{path} holds a worker's keys; the scheduler needs {SCHEDULER_KEY_FILE}")
-    return keys
+    return _read(path, SchedulerKeys, f"a worker's keys; the scheduler needs {SCHEDULER_KEY_FILE}")
 
 
 def read_worker_keys(path: Path) -> WorkerKeys:
     """Read a worker's keys from the file that :func:`write_keys` made."""
-    keys = _read(path)
-    if not isinstance(keys, WorkerKeys):
-        raise ConfigurationError(f"{path} holds the scheduler's keys; a worker needs {WORKER_KEY_FILE}")
-    return keys
+    return _read(path, WorkerKeys, f"the scheduler's keys; a worker needs {WORKER_KEY_FILE}")
 
 
 def worker_keys_beside(scheduler_key_file: Path) -> WorkerKeys | None:
@@ -195,18 +193,27 @@ def _check_keys(*keys: str) -> None:
             )
 
 
-def _read(path: Path) -> SchedulerKeys | WorkerKeys:
-    try:
+def read_private(path: Path, cannot: str, advice: str = "") -> bytes:
+    """Return the contents of a file that is this account's alone.
+
+    Raises:
+        ConfigurationError: others may read it, or it ``cannot`` be read.
+    """
+    with os_errors_as(cannot, advice):
         if path.stat().st_mode & 0o077:
-            raise ConfigurationError(f"others may read or change the keys in {path}; run: chmod 600 {path}")
-        keys: SchedulerKeys | WorkerKeys = msgspec.json.decode(path.read_bytes(), type=SchedulerKeys | WorkerKeys)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot read keys from {path} ({error.strerror}); make some: sdpipe keygen"
-        ) from error
+            raise ConfigurationError(f"others may read or change what is in {path}; run: chmod 600 {path}")
+        return path.read_bytes()
+
+
+def _read(path: Path, kind: type[_Keys], others: str) -> _Keys:
+    text = read_private(path, f"cannot read keys from {path}", "make some: sdpipe keygen")
+    try:
+        keys: SchedulerKeys | WorkerKeys = msgspec.json.decode(text, type=SchedulerKeys | WorkerKeys)
     except (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError):
         # without the cause, which could quote the secret
         raise ConfigurationError(f"{path} is not a key file; make one: sdpipe keygen") from None
+    if not isinstance(keys, kind):
+        raise ConfigurationError(f"{path} holds {others}")
     return keys
 
 

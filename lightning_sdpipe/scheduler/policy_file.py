@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
 
@@ -29,13 +29,10 @@ def offer(path: Path, policy: PolicyConfig) -> None:
     if not path.exists():
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps({"policy": plain, "path": folders}) + "\n")
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-        except OSError as error:
-            raise ConfigurationError(
-                f"the policy file {path} cannot be written ({error.strerror}); without it no scheduler is started"
-            ) from error
+            with os_errors_as(f"the policy file {path} cannot be written", "without it no scheduler is started"):
+                draft.write_text(json.dumps({"policy": plain, "path": folders}) + "\n")
+                with contextlib.suppress(FileExistsError):
+                    os.link(draft, path)
         finally:
             draft.unlink(missing_ok=True)
     there = json.loads(path.read_text())["policy"]

@@ -8,8 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
-from lightning_sdpipe.policies.policy import check_integer
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, check_integer
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.seeing.detectors import findings
 from lightning_sdpipe.seeing.following import Follower

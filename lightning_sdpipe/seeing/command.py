@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser, seconds
+from lightning_sdpipe.command_line import Parser, check_installed, seconds
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
@@ -100,11 +100,10 @@ def _look(options: argparse.Namespace) -> Look:
 
 
 def _watch(look: Look, seconds: float) -> None:
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError as error:
-        raise ConfigurationError("--watch needs rich; install it: pip install 'lightning-sdpipe[watch]'") from error
+    check_installed("--watch", "watch", "rich")
+    from rich.live import Live
+    from rich.text import Text
+
     with Live(auto_refresh=False) as live:
         while True:
             begun = time.process_time()

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser
-from lightning_sdpipe.errors import ConfigurationError, shape
+from lightning_sdpipe.command_line import Parser, check_installed
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as, shape
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Lost, Worker
 from lightning_sdpipe.scheduler.log.event_log import Record, read_log
@@ -49,8 +49,7 @@ def write(log: Path, output: Path) -> None:
     """
     if output.suffix != ".html":
         raise ConfigurationError(f"{output} is not allowed; a report is a page: let its name end with .html")
-    if missing():
-        raise ConfigurationError("a report needs jinja2; install it: pip install 'lightning-sdpipe[report]'")
+    check_installed("a report", "report", "jinja2")
     records = last_run(read_log(log))
     record, recording, beginning = records[-1], of_records(records), records[0].beginning
     facts = (
@@ -58,10 +57,8 @@ def write(log: Path, output: Path) -> None:
         f"{beginning.time[:16].replace('T', ' ')} on, by the clock of the scheduler's machine"
     )
     charts = [*_groups(record), *_lag(record)]
-    try:
+    with os_errors_as(f"the report {output} cannot be written"):
         output.write_bytes(page(str(log), to_plain(recording, None), recording, charts, facts=facts))
-    except OSError as error:
-        raise ConfigurationError(f"the report {output} cannot be written: {error.strerror}") from error
 
 
 def _method(record: Record, recording: Recording) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_sdpipe.command_line import Parser, seconds
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.scheduler.credentials import check_port, is_loopback
+from lightning_sdpipe.command_line import Parser, check_installed, seconds
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as
+from lightning_sdpipe.scheduler.credentials import check_port, is_loopback, read_private
 from lightning_sdpipe.seeing.command import add_scheduler, scheduler_of
 from lightning_sdpipe.seeing.following import Follower
 
@@ -27,10 +26,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigurationError(
             f"--host {options.host} can be reached by other machines; give --token-file too, or leave it at 127.0.0.1"
         )
-    if missing := [name for name in ("aiohttp", "jinja2", "prometheus_client") if find_spec(name) is None]:
-        raise ConfigurationError(
-            f"sdpipe serve needs {' and '.join(missing)}; install the extra: pip install 'lightning-sdpipe[serve]'"
-        )
+    check_installed("sdpipe serve", "serve", "aiohttp", "jinja2", "prometheus_client")
     from lightning_sdpipe.seeing import web
 
     address, keys, run = scheduler_of(options.address, options.key_file)
@@ -45,12 +41,8 @@ def main(arguments: Sequence[str]) -> None:
     def opened(at: str) -> None:
         print(f"{at} shows the run at {address}; /status.json, /metrics and /healthz are for machines", flush=True)
 
-    try:
+    with os_errors_as(f"nothing can listen at {options.host}, port {options.port}", "give another --port"):
         asyncio.run(web.serve(view, options.host, options.port, hosts, token, opened))
-    except OSError as error:
-        raise ConfigurationError(
-            f"nothing can listen at {options.host}, port {options.port} ({error.strerror}); give another --port"
-        ) from error
 
 
 def _parser() -> Parser:
@@ -78,12 +70,7 @@ def _parser() -> Parser:
 
 
 def _token(path: Path) -> str:
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigurationError(f"others than you may read {path}: chmod 600 {path}")
-        token = path.read_text().strip()
-    except OSError as error:
-        raise ConfigurationError(f"--token-file {path} cannot be read: {error.strerror}") from error
+    token = read_private(path, f"--token-file {path} cannot be read").decode().strip()
     if len(token) < _SHORTEST_TOKEN:
         raise ConfigurationError(
             f"the token in {path} has {len(token)} characters, and {_SHORTEST_TOKEN} are needed: "

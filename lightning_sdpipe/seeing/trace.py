@@ -18,9 +18,8 @@ import msgspec
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.command_line import Parser, seconds
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.errors import SchedulerError, check_number, os_errors_as
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.wire import ask
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES, About, SpanChunk
@@ -37,9 +36,7 @@ _BEFORE_ITS_END = 0.001
 def main(arguments: Sequence[str]) -> None:
     """Write the trace."""
     options = _parser().parse_args(arguments)
-    check_integer("--updates", options.updates, 1, "updates")
-    if options.updates > MOST_UPDATES:
-        raise ConfigurationError(f"--updates {options.updates} is not allowed; give at most {MOST_UPDATES}")
+    check_number("--updates", options.updates, f"a number from 1 to {MOST_UPDATES}", least=1, most=MOST_UPDATES)
     address, keys, _ = scheduler_of(options.address, options.key_file)
     question = m.Ask("spans", options.updates)
     reply = ask(question, m.SpansReply, address, credentials=keys, timeout=options.timeout)
@@ -55,10 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     updates = trace["otherData"]["updates"]
     if not updates:
         raise SchedulerError(f"no worker of the run at {address} has made an update yet that could be shown")
-    try:
+    with os_errors_as(f"{options.output} cannot be written"):
         options.output.write_text(json.dumps(trace, allow_nan=False))
-    except OSError as error:
-        raise ConfigurationError(f"{options.output} cannot be written: {error.strerror}") from error
     errors = trace["otherData"]["clock_error_us"].values()
     print(
         f"{options.output}: {updates} updates of {len(errors)} workers, whose clocks are known to {max(errors):.0f} µs"

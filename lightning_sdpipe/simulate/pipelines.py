@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices, check_integer
 from lightning_sdpipe.heterogeneity.injector import Heterogeneity
 from lightning_sdpipe.heterogeneity.tracks import Track
 from lightning_sdpipe.policies.announcing import share_before
 from lightning_sdpipe.policies.decisions import BrokenRule, Decision, Group, check_group
 from lightning_sdpipe.policies.events import Event, Joined, Left, Progress, Ready, Tick, Worker
-from lightning_sdpipe.policies.policy import Policy, When, check_choices, check_integer
+from lightning_sdpipe.policies.policy import Policy, When
 from lightning_sdpipe.topology.mesh import Mesh
 
 FORWARD_SHARE = 1 / 3

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sdpipe.command_line import Parser, seconds
-from lightning_sdpipe.errors import ConfigurationError, shape
+from lightning_sdpipe.errors import ConfigurationError, check_integer, os_errors_as, shape
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
-from lightning_sdpipe.policies.policy import check_integer
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings
@@ -119,10 +118,8 @@ def _check(options: argparse.Namespace) -> Settings:
 
 def _make_directory(asked: Path | None) -> Path:
     directory = asked or Path("sdpipe-runs", time.strftime("%Y-%m-%d_%H-%M-%S") + f"_{os.getpid()}")
-    try:
+    with os_errors_as(f"--logs {directory} cannot be made", "give a new one"):
         directory.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigurationError(f"--logs {directory} cannot be made ({error.strerror}); give a new one") from error
     return directory.resolve()
 
 

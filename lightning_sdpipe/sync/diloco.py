@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov
 from lightning_sdpipe.policies.capabilities import OUTER, Capabilities
 from lightning_sdpipe.policies.local_sgd import LocalSGD
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.policies.policy import PolicyConfig, Refusing, check_choices
+from lightning_sdpipe.policies.policy import PolicyConfig, Refusing
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.outer_rounds_averaging import OuterRoundsAveraging
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer

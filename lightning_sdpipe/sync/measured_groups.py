@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, refusal
 from lightning_sdpipe.placement.network import read_network
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.sync.methods import ByPolicy
@@ -79,7 +79,7 @@ def generate_groups(
             f"groups of {group_size}; give a link for each two pipelines, and a size that divides their number"
         )
     if not all(seconds > 0 for seconds in compute):
-        raise ConfigurationError(f"compute={list(compute)} is not allowed; give seconds above 0")
+        raise refusal("compute", list(compute), "seconds above 0")
     best = min(
         (_improved(start, compute, links) for start in _starts(compute, links, group_size)),
         key=lambda groups: cost(groups, compute, links),

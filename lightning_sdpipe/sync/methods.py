@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_debug
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, check_choices, check_number
 from lightning_sdpipe.exchange.moving import Mover
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
@@ -24,7 +24,7 @@ from lightning_sdpipe.policies.built_in import METHODS as BY_POLICY
 from lightning_sdpipe.policies.capabilities import BY_SAMPLES, EQUALLY, GRADIENTS
 from lightning_sdpipe.policies.decentralized import Decentralized
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
-from lightning_sdpipe.policies.policy import PolicyConfig, check_choices, refusal
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, FreeAveraging
 from lightning_sdpipe.sync.capabilities import SENTENCES, Capabilities, Combination, capabilities_of, refusals
 from lightning_sdpipe.sync.diloco import DiLoCo
@@ -53,8 +53,7 @@ class AllReduce:
     weights: Literal["samples", "equal"] | None = None
 
     def __post_init__(self) -> None:
-        if not self.bucket_mib > 0:
-            raise refusal("bucket_mib", self.bucket_mib, "MiB above 0")
+        check_number("bucket_mib", self.bucket_mib, "MiB above 0", above=0)
         check_choices(self)
 
     @property

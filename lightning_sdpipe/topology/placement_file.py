@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError, shape
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as, shape
 from lightning_sdpipe.topology.mesh import Mesh
 
 FORMAT = "sdpipe-placement/2"
@@ -83,9 +83,8 @@ def read_placement(path: str | Path) -> Placement:
         ConfigurationError: the file cannot be read, is of another version, or holds no placement.
     """
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Placement)
-    except OSError as error:
-        raise ConfigurationError(f"The placement {path} cannot be read: {error.strerror}.") from error
+        with os_errors_as(f"The placement {path} cannot be read"):
+            return msgspec.json.decode(Path(path).read_bytes(), type=Placement)
     except msgspec.DecodeError as error:
         raise ConfigurationError(f"{path} is not a placement of format {FORMAT}: {error}. {REMEDY}") from error
 

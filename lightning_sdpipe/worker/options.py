@@ -218,8 +218,11 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
     )
     method = with_measured_groups(method_for(asked), num_stages, placement is not None)
     check(method, asked)
-    if options.batch_by_speed:
-        _check_division(schedule, num_micro_batches)
+    if options.batch_by_speed and num_micro_batches == 1:
+        raise ConfigurationError(
+            "batch_by_speed=True divides micro-batches among the pipelines, and num_micro_batches is 1. Give more, for "
+            "example num_micro_batches=8: with few of them, parts cannot follow the speeds."
+        )
     standing = standing_scheduler(given["scheduler"], given["scheduler_key_file"])
     if cuts:
         _check_unlike(options)
@@ -252,20 +255,6 @@ def _check_unlike(options: Options) -> None:
         raise ConfigurationError(
             f"schedule={options.schedule!r} needs pipelines of one depth and cut, and those of "
             f"num_stages={list(options.depths)} are unlike: use '1f1b' or 'gpipe'."
-        )
-
-
-def _check_division(schedule: str, num_micro_batches: int) -> None:
-    """Raise ConfigurationError if ``batch_by_speed=True`` has no micro-batches to divide."""
-    if schedule == "pipedream":
-        raise ConfigurationError(
-            "batch_by_speed=True does not go with schedule='pipedream', which does not split mini-batches. Use "
-            "schedule='1f1b'."
-        )
-    if num_micro_batches == 1:
-        raise ConfigurationError(
-            "batch_by_speed=True divides micro-batches among the pipelines, and num_micro_batches is 1. Give more, for "
-            "example num_micro_batches=8: with few of them, parts cannot follow the speeds."
         )
 
 
@@ -319,10 +308,11 @@ def _check_values(given: Mapping[str, Any]) -> None:
             f"stages_per_worker={given['stages_per_worker']} has no meaning with schedule={schedule!r}, under which a "
             f"worker runs one stage. Leave it out, or use one of {LOOPED}."
         )
-    if schedule == "pipedream" and (micro_batches or 1) > 1:
+    splits = "batch_by_speed=True" if given["batch_by_speed"] else f"num_micro_batches={micro_batches}"
+    if schedule == "pipedream" and (given["batch_by_speed"] or (micro_batches or 1) > 1):
         raise ConfigurationError(
-            f"num_micro_batches={micro_batches} does not go with schedule='pipedream', which does not split "
-            "mini-batches. Leave it out, or use schedule='1f1b'."
+            f"{splits} does not go with schedule='pipedream', which does not split mini-batches. Leave it out, or use "
+            "schedule='1f1b'."
         )
     if given["on_checkpoint_error"] == "continue" and given["save_distributed_checkpoint"]:
         raise ConfigurationError(

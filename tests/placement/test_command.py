@@ -122,11 +122,7 @@ def test_a_rectangle_is_proposed_where_unlike_depths_gain_little(
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
-        (
-            {},
-            ["--stages", "3"],
-            r"num_stages=3 stages.*Use num_stages from \[1, 2, 4, 8\]",
-        ),
+        ({}, ["--stages", "3"], r"num_stages=3 stages.*Use num_stages from \[1, 2, 4, 8\]"),
         ({}, ["--stages", "1,2"], r"num_stages=\[1, 2\] are 3 workers, and the network's devices are 8"),
         ({}, ["--stages", "4,0"], "4,0: give a number of at least 1"),
         ({}, ["--stages", "4,4", "--cost", "pipedream"], "needs pipelines of one depth"),

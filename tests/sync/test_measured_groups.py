@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.sync.measured_groups import (
-    cost,
-    generate_groups,
-    hosts_as_groups,
-)
+from lightning_sdpipe.sync.measured_groups import cost, generate_groups, hosts_as_groups
 
 MODEL = 98e6
 """Bytes of ResNet-50 (§5.2)."""

@@ -36,6 +36,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_sdpipe.errors import check_choices
 from lightning_sdpipe.exchange.payloads.payload import (
     Payload,
     Pieces,
@@ -46,7 +47,6 @@ from lightning_sdpipe.exchange.payloads.payload import (
     num_blocks,
     write_header,
 )
-from lightning_sdpipe.policies.policy import check_choices
 
 LEVELS = 2**16
 TABLE = 4 * LEVELS

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_sdpipe.errors import check_integer, check_number, refusal
 from lightning_sdpipe.exchange.payloads.payload import (
     Full,
     Payload,
@@ -24,7 +25,6 @@ from lightning_sdpipe.exchange.payloads.payload import (
     num_blocks,
     write_header,
 )
-from lightning_sdpipe.policies.policy import check_integer, refusal
 
 GATHER = 0x0102040810204080
 
@@ -58,8 +58,7 @@ class OneBit(Payload):
     def __post_init__(self) -> None:
         check_block(self.block, 8)
         check_integer("after", self.after, 0, "updates in full precision")
-        if not 0 <= self.momentum < 1:
-            raise refusal("momentum", self.momentum, "β₁ of the optimizer, below 1, or 0 to send gradients")
+        check_number("momentum", self.momentum, "β₁ of the optimizer, below 1; 0 sends gradients", least=0, below=1)
         if self.momentum and not self.after:
             raise refusal(
                 "after",

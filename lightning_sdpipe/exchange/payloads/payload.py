@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.policies.policy import check_choices, refusal
+from lightning_sdpipe.errors import ConfigurationError, check_choices, refusal
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CPU_PIECE = 2**18

@@ -21,7 +21,7 @@ import msgspec
 
 from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, Books, Lease, LeaseEvent, Returned, Trained
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent
 from lightning_sdpipe.membership.membership import Membership
@@ -105,14 +105,12 @@ class EventLog:
         """
         if self._path is None:
             return
-        try:
+        with os_errors_as(f"the scheduler's log {self._path} cannot be written"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.is_file():
                 cut_half_a_line(self._path)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self._size = os.fstat(self._file).st_size
-        except OSError as error:
-            raise ConfigurationError(f"the scheduler's log {self._path} cannot be written: {error.strerror}") from error
         self._beginning = beginning
         self._write(beginning)
 
@@ -283,10 +281,8 @@ def read_log(path: Path) -> list[Record]:
 
 
 def _read_file(path: Path, records: list[Record]) -> None:
-    try:
+    with os_errors_as(f"the log {path} cannot be read"):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigurationError(f"the log {path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines[:-1], 1):
         try:
             if line.startswith(b'{"rows"'):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, os_errors_as
 from lightning_sdpipe.membership.members import MemberDecision, MemberEvent, Published, RunOver
 from lightning_sdpipe.scheduler.server.membership_desk import MembershipDesk
 
@@ -43,11 +44,9 @@ def keep_newest(path: Path, elastic: MembershipDesk, now: float) -> None:
 
     published = _read(path)
     directory = path.parent
-    try:
+    with os_errors_as(f"no file can be written in {directory}, for --newest"):
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise ConfigurationError(f"no file can be written in {directory}, for --newest: {error.strerror}") from error
     if published is not None:
         record(now, published, elastic.membership.on(published, now))
     elastic.on_decided = keep
@@ -55,12 +54,10 @@ def keep_newest(path: Path, elastic: MembershipDesk, now: float) -> None:
 
 def _read(path: Path) -> Published | None:
     try:
-        text = path.read_bytes()
-        return msgspec.json.decode(text, type=Published) if text else None
-    except (FileNotFoundError, NotADirectoryError):
+        with os_errors_as(f"{path}, for --newest, cannot be read"), suppress(FileNotFoundError, NotADirectoryError):
+            text = path.read_bytes()
+            return msgspec.json.decode(text, type=Published) if text else None
         return None
-    except OSError as error:
-        raise ConfigurationError(f"{path}, for --newest, cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if not text.startswith(_MARK):
             raise ConfigurationError(

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, check_number, os_errors_as
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -63,8 +63,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Name of the script that trains, if the scheduler is a child of its run."""
 
     def __post_init__(self) -> None:
-        if not self.worker_timeout > 0:
-            raise ConfigurationError(f"worker_timeout={self.worker_timeout!r} is not allowed; give seconds above 0")
+        check_number("worker_timeout", self.worker_timeout, "seconds above 0", above=0)
 
     def server(self) -> Server:
         """Return a server with these settings, not open yet.
@@ -165,10 +164,8 @@ class SchedulerProcess:
         self._until = 0.0
         host, port = host_and_port(bind)
         if keeps_port and bind.startswith("tcp://") and port == "*":
-            try:
+            with os_errors_as(f"the scheduler cannot listen at {bind}", kind=SchedulerError):
                 self._reserved = reserve_port(host)
-            except OSError as error:
-                raise SchedulerError(f"the scheduler cannot listen at {bind} ({error.strerror})") from error
             self.address = f"{bind.removesuffix('*')}{self._reserved.getsockname()[1]}"
 
     @classmethod
@@ -253,17 +250,16 @@ class SchedulerProcess:
         endpoint = replace(self._settings.endpoint, bind=self.address)
         log = None if self._log is None else _open_log(self._log)
         try:
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_sdpipe.scheduler"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                bufsize=0,  # poll() must see what is left unread
-                env=self._environment,
-                start_new_session=True,  # Ctrl-C in a terminal does not reach it: it is needed until all have ended
-            )
-        except OSError as error:
-            raise SchedulerError(f"the scheduler did not start: {error}") from error
+            with os_errors_as("the scheduler did not start", kind=SchedulerError):
+                self._process = process = subprocess.Popen(
+                    [sys.executable, "-m", "lightning_sdpipe.scheduler"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    bufsize=0,  # poll() must see what is left unread
+                    env=self._environment,
+                    start_new_session=True,  # Ctrl-C in a terminal does not reach it: all others end before it
+                )
         finally:
             if log is not None:
                 os.close(log)

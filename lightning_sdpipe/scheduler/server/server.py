@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.errors import ConfigurationError, SchedulerError, os_errors_as
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig
@@ -199,14 +199,10 @@ class Server:
             return
         host, _ = host_and_port(self.address)
         port, notice = self._endpoint.lifeline_port, self._lifeline_notice
-        try:
-            endpoint = self._stop_message.endpoint
+        endpoint, advice = self._stop_message.endpoint, "choose another --lifeline-port, or 0 for any"
+        cannot = f"the lifelines of the run's processes cannot be listened for at {host}, port {port}"
+        with os_errors_as(cannot, advice, SchedulerError):
             lines = Lifelines(context, host, port, endpoint, notice.identity, known, self.service.limit)
-        except OSError as error:
-            raise SchedulerError(
-                f"the lifelines of the run's processes cannot be listened for at {host}, port {port} "
-                f"({error.strerror}); choose another --lifeline-port, or 0 for any"
-            ) from error
         with lines:
             known.port = lines.port
             yield

@@ -127,12 +127,19 @@ def refuse_strangers(environment: ClusterEnvironment, num_nodes: int) -> None:
 def check_tasks(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
     """Raise ConfigurationError if SLURM has started another number of processes than the Trainer counts: those that are
     missing would be waited for."""
-    tasks = environment.world_size()
-    if isinstance(environment, SLURMEnvironment) and tasks != num_devices * num_nodes:
+    if isinstance(environment, SLURMEnvironment):
+        by_srun = f"srun --nodes={num_nodes} --ntasks-per-node={num_devices}, without --ntasks"
+        how = f": {by_srun}, or other devices and num_nodes"
+        _compare("SLURM has started {} tasks (SLURM_NTASKS)", environment, num_devices, num_nodes, how)
+
+
+def _compare(
+    started: str, environment: ClusterEnvironment, num_devices: int, num_nodes: int, how_to_make_equal: str
+) -> None:
+    if environment.world_size() != num_devices * num_nodes:
         raise ConfigurationError(
-            f"SLURM has started {tasks} tasks (SLURM_NTASKS), and the Trainer's devices={num_devices} × "
-            f"num_nodes={num_nodes} are {num_devices * num_nodes}. Make them equal: srun --nodes={num_nodes} "
-            f"--ntasks-per-node={num_devices}, without --ntasks, or other devices and num_nodes."
+            f"{started.format(environment.world_size())}, and the Trainer's devices={num_devices} × num_nodes="
+            f"{num_nodes} are {num_devices * num_nodes}. Make them equal{how_to_make_equal}."
         )
 
 
@@ -207,12 +214,10 @@ class TorchrunEnvironment(TorchElasticEnvironment):
         Raises:
             ConfigurationError: the numbers of processes differ.
         """
-        if not self.unlike and num_devices * num_nodes != self.world_size():
-            raise ConfigurationError(
-                f"torchrun has started {self.world_size()} processes, and the Trainer's devices={num_devices} × "
-                f"num_nodes={num_nodes} are {num_devices * num_nodes}. Make them equal, or, if the machines have "
-                "unlike numbers of devices, list the stages of each pipeline, as in num_stages=[1, 1, 1] for three."
-            )
+        if not self.unlike:
+            by_list = "list the stages of each pipeline, as in num_stages=[1, 1, 1] for three"
+            how = f", or, if the machines have unlike numbers of devices, {by_list}"
+            _compare("torchrun has started {} processes", self, num_devices, num_nodes, how)
 
 
 def environment_for(unlike: bool) -> ClusterEnvironment | None:

@@ -15,15 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.exchange.payloads import (
-    EightBit,
-    ErrorFeedback,
-    Full,
-    Half,
-    Modulo,
-    OneBit,
-    Payload,
-)
+from lightning_sdpipe.exchange.payloads import EightBit, ErrorFeedback, Full, Half, Modulo, OneBit, Payload
 from lightning_sdpipe.exchange.payloads import payload as base
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 
