@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 
 _TIED, _KEPT = (str(Path(__file__).with_name(name)) for name in ("die_with_parent.py", "stay_with_child.py"))
 
@@ -22,32 +22,20 @@ class Children:
     """
 
     def __init__(self) -> None:
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", _KEPT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
+        keeper = [sys.executable, "-I", "-S", _KEPT]
+        self._keeper = Popen(keeper, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], output: int) -> Popen[bytes]:
         """Start a program that prints to the descriptor ``output``, which is closed here."""
+        tied = [sys.executable, "-I", "-S", _TIED, str(os.getpid()), *command]
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _TIED, str(os.getpid()), *command],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            process = Popen(tied, env=environment, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
         finally:
             os.close(output)
         self._tell_keeper(f"+{process.pid}\n")
         return process
 
-    def bury(self, process: subprocess.Popen[bytes]) -> int:
+    def bury(self, process: Popen[bytes]) -> int:
         """Kill the program, if it has not ended, and what it has left; return its exit code, or −1 times the signal."""
         stop(process, signal.SIGKILL)
         self._tell_keeper(f"-{process.pid}\n")
@@ -65,12 +53,12 @@ class Children:
             self._keeper.stdin.write(line.encode())
 
 
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
+def has_ended(process: Popen[bytes]) -> bool:
     """Return whether the program has ended. Its number is not given to another process before it is buried."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def stop(process: subprocess.Popen[bytes], number: int) -> None:
+def stop(process: Popen[bytes], number: int) -> None:
     """Send a signal to the program alone, which is not buried yet; SIGKILL also to all that it has started."""
     with contextlib.suppress(ProcessLookupError):  # it has ended, and left nothing
         (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)

@@ -13,6 +13,7 @@ from lightning_sdpipe.command_line import Parser, seconds
 from lightning_sdpipe.errors import ConfigurationError, check_integer, os_errors_as, shape
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import read_scheduler_keys, read_worker_keys, write_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess, SchedulerSettings
@@ -27,22 +28,19 @@ _ANSWER = 2.0  # seconds in which the scheduler answers for its status
 def main(arguments: Sequence[str]) -> int:
     """Run the script's pipelines; return the exit status of the run."""
     options = _parser().parse_args(arguments)
-    settings = _check(options)
+    settings, policy = _check(options)
     terminal = Terminal()  # before anything is opened that could take the place of a closed output
     logs = _make_directory(options.logs)
     environment = _environment(settings, options.bind)
     scheduler_file, worker_file = write_keys(logs)
     environment["SDPIPE_KEY_FILE"], keys = str(worker_file), read_worker_keys(worker_file)
-    policy = policy_file = None
-    if options.policy is None:
-        policy_file = logs / "policy.json"
+    policy_file = logs / "policy.json" if policy is None else None
+    if policy_file is not None:
         environment["SDPIPE_POLICY_FILE"] = str(policy_file)
-    else:
-        policy = registry.to_plain(registry.from_text(options.policy, options.set))
     of_scheduler = SchedulerSettings(
         options.stages,
         options.pipelines,
-        policy,
+        None if policy is None else registry.to_plain(policy),
         policy_file,
         Endpoint(options.bind, read_scheduler_keys(scheduler_file)),
         options.worker_timeout,
@@ -96,8 +94,8 @@ def _parser() -> Parser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> Settings:
-    """Return the settings, or raise ConfigurationError before anything is started."""
+def _check(options: argparse.Namespace) -> tuple[Settings, PolicyConfig | None]:
+    """Return the settings, and the policy if one is named, or raise ConfigurationError before anything is started."""
     if not sys.platform.startswith("linux"):
         raise ConfigurationError("it needs Linux; elsewhere start a scheduler and torchrun by hand: docs/faults.md")
     check_integer("--stages", options.stages, 1, "processes of each pipeline")
@@ -106,14 +104,14 @@ def _check(options: argparse.Namespace) -> Settings:
     check_integer("--pipelines", options.pipelines, options.min_pipelines, "pipelines, at least --min-pipelines")
     if options.set and options.policy is None:
         raise ConfigurationError("--set gives values of --policy, which is missing; or give them to the script's sync=")
-    if options.policy is not None:
-        policy = registry.from_text(options.policy, options.set)
+    policy = None if options.policy is None else registry.from_text(options.policy, options.set)
+    if policy is not None:
         registry.build(policy, options.stages, options.pipelines)
     if not options.module and not Path(options.script).is_file():
         raise ConfigurationError(f"there is no script {options.script}; give its path, or -m and a module's name")
     if "SDPIPE_PIPELINE" in os.environ:
         raise ConfigurationError("SDPIPE_PIPELINE is set: this is already a pipeline; give the script to python itself")
-    return Settings(options.pipelines, options.stages, options.restarts, options.min_pipelines)
+    return Settings(options.pipelines, options.stages, options.restarts, options.min_pipelines), policy
 
 
 def _make_directory(asked: Path | None) -> Path:

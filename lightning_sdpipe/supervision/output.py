@@ -87,10 +87,8 @@ class Terminal:
         while (piece := self._waiting.get()) is not None:
             descriptor, data = piece
             with contextlib.suppress(OSError):  # a closed terminal, or a full disk
-                while data:
-                    select.select(
-                        [], [descriptor], []
-                    )  # another program that shares a pipe may have set it not to block
+                while data:  # another program that shares a pipe may have set it not to block
+                    select.select([], [descriptor], [])
                     data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
 
 

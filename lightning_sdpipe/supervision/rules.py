@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
+import msgspec
+
 from lightning_sdpipe.errors import LOST_CONNECTION, counted
 from lightning_sdpipe.scheduler.log.status import MembersStatus
 
@@ -41,8 +43,7 @@ _OF_OTHERS = re.compile(
 """In the last words of a process that failed because of another one."""
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """Settings of the rules: counts, and seconds."""
 
     num_pipelines: int
@@ -63,10 +64,10 @@ class Settings:
 # --------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True)
-class ProcessEnded:
+class ProcessEnded(msgspec.Struct, frozen=True):
     """A process of a pipeline, or that of the scheduler (None), has ended: with ``code``, or by the signal −``code``.
-    ``last`` is the last line that it has printed; if it has failed, most often that of a traceback."""
+    ``last`` is the last line that it has printed; if it has failed, most often that of a traceback. Of the scheduler
+    only that is known: how it has ended, or why it does not start."""
 
     pipeline: int | None
     stage: int
@@ -86,8 +87,7 @@ class ProcessEnded:
         return f"stage {self.stage} ended with exit code {self.code}" + (f": {self.last}" if self.last else "")
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(msgspec.Struct, frozen=True):
     """The scheduler's answer to a question that was asked at ``asked``: the members, and what has ended the run."""
 
     asked: float
@@ -95,8 +95,7 @@ class Seen:
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class SignalReceived:
+class SignalReceived(msgspec.Struct, frozen=True):
     """The supervisor got this signal."""
 
     signal: int
@@ -107,8 +106,7 @@ Event: TypeAlias = ProcessEnded | Seen | SignalReceived
 # ------------------------------------------------------------------ decisions
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """Start the processes of a pipeline, or the scheduler (None) at the same address; ``again`` counts the earlier
     starts."""
 
@@ -116,16 +114,14 @@ class Launch:
     again: int
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """Send a signal to the live processes of the pipeline."""
 
     pipeline: int
     signal: int
 
 
-@dataclass(frozen=True)
-class Say:
+class Say(msgspec.Struct, frozen=True):
     """Print a line for the user."""
 
     line: str
@@ -156,9 +152,8 @@ class _Pipeline:
     again: int = 0
     in_vain: int = 0
     """Starts in a row after which it never trained."""
-    life: int | None = None
-    """Incarnation in which it trains now."""
-    last_life: int | None = None
+    life: int = -1
+    """Incarnation in which it trained last, if it ever has."""
     trained: bool = False
     """True if it has trained since the last start."""
     lost_at: float | None = None
@@ -178,9 +173,8 @@ class Rules:
         self._leader: int | None = None
         self._lives: frozenset[int] = frozenset()
         """Incarnations that trained when the scheduler last answered."""
-        self._scheduler_again = 0
         self._all_came = self._any_came = self._blemished = False
-        self._losses = self._returns = 0
+        self._losses = self._returns = self._scheduler_again = 0
         self._missed = 0.0
         """Seconds that pipelines were away before they came back, added up."""
         self._over_since = math.inf
@@ -200,8 +194,8 @@ class Rules:
     def on(self, event: Event | None, now: float) -> list[Decision]:
         """Return the decisions that follow from ``event``, or only from the time, to be carried out in this order."""
         match event:
-            case ProcessEnded(None, _, code):
-                self._scheduler_ended(code, now)
+            case ProcessEnded(None):
+                self._scheduler_ended(event.last, now)
             case ProcessEnded(int(number)):
                 self._ended(self._pipelines[number], event, now)
             case Seen() if not self.ends:
@@ -253,8 +247,6 @@ class Rules:
         pipeline.phase, pipeline.due = _Phase.ENDING, now + patience
         pipeline.lost_at = now if pipeline.lost_at is None else pipeline.lost_at
         pipeline.in_vain = 0 if pipeline.trained else pipeline.in_vain + 1
-        if pipeline.life is not None:
-            pipeline.last_life, pipeline.life = pipeline.life, None
 
     def _lost(self, pipeline: _Pipeline, now: float) -> None:
         """Deal with a pipeline all of whose processes have ended, and not as they should."""
@@ -297,7 +289,7 @@ class Rules:
     def _say_lost(self, pipeline: _Pipeline, reason: str) -> None:
         pipeline.told = True
         self._losses += 1
-        others = sum(bool(one.alive) and one.life is not None for one in self._pipelines)
+        others = sum(one.trained and one.phase is _Phase.RUNNING for one in self._pipelines)
         go_on = f"{others} of {len(self._pipelines)} go on" if self._any_came else "no pipeline trains yet"
         self._say(f"pipeline {pipeline.number} lost ({reason}); {go_on}")
 
@@ -328,14 +320,14 @@ class Rules:
                 elif event.asked >= pipeline.due - self._settings.silence:  # asked after its end
                     script = f"the script of pipeline {number} ended without training"
                     self._end(f"{script}: it has not called Trainer.fit with SDPipeStrategy", FAILED, now)
-            elif life is not None and pipeline.life is None and life != pipeline.last_life:
+            elif life is not None and not pipeline.trained and life != pipeline.life:
                 self._came(pipeline, life, members.update, now)
             elif event.asked >= self._over_since and never:
                 self._say(f"pipeline {number} comes too late: the training is over")
                 self._out.append(Stop(number, signal.SIGTERM))
                 self._begin_to_end(pipeline, now, self._settings.farewell)
                 pipeline.told = True
-            elif pipeline.life is not None and (reason := gone.get((number, pipeline.life))) is not None:
+            elif pipeline.trained and (reason := gone.get((number, pipeline.life))) is not None:
                 self._begin_to_end(pipeline, now, self._settings.silence)
                 self._say_lost(pipeline, next(iter(reason.splitlines()), "no reason is known"))
 
@@ -346,20 +338,18 @@ class Rules:
             self._say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}")
             self._returns, self._missed = self._returns + 1, self._missed + now - pipeline.lost_at
             pipeline.lost_at = None
-        if not self._all_came and all(other.life is not None for other in self._pipelines):
+        if not self._all_came and all(other.trained for other in self._pipelines):
             self._all_came = True
             self._say(f"all {len(self._pipelines)} pipelines train")
 
-    def _scheduler_ended(self, code: int, now: float) -> None:
+    def _scheduler_ended(self, how: str, now: float) -> None:
         if self.ends:
             return
-        ended = "killed" if code == -signal.SIGKILL else f"exit code {code}"
         if self._scheduler_again >= self._settings.restarts:
-            budget = f"its budget of {self._settings.restarts} restarts is used up"
-            self._end(f"the scheduler ended ({ended}), and {budget}", FAILED, now)
+            self._end(f"{how}, and its budget of {self._settings.restarts} restarts is used up", FAILED, now)
             return
         self._scheduler_again += 1
-        self._say(f"the scheduler ended ({ended}); it starts again")
+        self._say(f"{how}; it starts again")
         self._out.append(Launch(None, self._scheduler_again))
 
     # --------------------------------------------------------------------- end

@@ -55,12 +55,9 @@ class Supervisor:
     ) -> None:
         self._mesh = Mesh.build(settings.num_stages, settings.num_stages)  # of each pipeline
         self._rules = rules.Rules(settings)
-        self._command = command
-        self._environment = {**environment}
-        self._scheduler = scheduler
-        self._scheduler_is_due = True
-        self._look = look
-        self._terminal = terminal
+        self._command, self._environment = command, {**environment}
+        self._scheduler, self._scheduler_is_due = scheduler, True
+        self._look, self._terminal = look, terminal
         self._log = Log(logs / "supervisor.log", terminal.say)
         self._logs = [Log(logs / f"pipeline-{n}.log", self._say) for n in range(settings.num_pipelines)]
         self._ports: dict[int, socket.socket] = {}
@@ -131,11 +128,7 @@ class Supervisor:
         except SchedulerError as error:
             if not self._scheduler.started:  # it has never listened
                 raise
-            self._say(str(error))
-            self._events.append(rules.ProcessEnded(None, 0, rules.FAILED))
-        else:
-            if not self._scheduler.begins and self._scheduler.has_ended():
-                self._events.append(rules.ProcessEnded(None, 0, self._scheduler.bury()))
+            self._events.append(rules.ProcessEnded(None, 0, rules.FAILED, str(error)))
 
     # --------------------------------------------------------------- decisions
 

@@ -254,9 +254,9 @@ def test_a_process_that_fails_after_the_training() -> None:
 
 def test_a_scheduler_that_dies_is_started_again() -> None:
     made = training(restarts=1)
-    decisions = made.on(ProcessEnded(None, 0, KILLED), 10.0)
+    decisions = made.on(ProcessEnded(None, 0, 1, "the scheduler ended (killed)"), 10.0)
     assert decisions == [Say("the scheduler ended (killed); it starts again"), Launch(None, 1)]
-    decisions = made.on(ProcessEnded(None, 0, 2), 11.0)
+    decisions = made.on(ProcessEnded(None, 0, 1, "the scheduler ended (exit code 2)"), 11.0)
     assert lines(decisions) == [
         "the run ends: the scheduler ended (exit code 2), and its budget of 1 restarts is used up"
     ]

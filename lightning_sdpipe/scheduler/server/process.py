@@ -215,11 +215,6 @@ class SchedulerProcess:
         return self._settings.policy_file is None or self._settings.policy_file.exists()
 
     @property
-    def begins(self) -> bool:
-        """True if the process has been started and does not listen yet."""
-        return self._first is not None
-
-    @property
     def pid(self) -> int:
         """Process number of the child; 0 if there is none."""
         return 0 if self._process is None else self._process.pid
@@ -274,9 +269,13 @@ class SchedulerProcess:
         """Wait for ``timeout`` seconds for the process to listen; then it has ``started``.
 
         Raises:
-            SchedulerError: the process will not listen; the message has what it said.
+            SchedulerError: the process will not listen, and the message has what it said; or it has ended since.
         """
-        if self._first is None or self._process is None:
+        if self._first is None:
+            if self._process is not None and self._process.poll() is not None:
+                code = self.bury()
+                ended = "killed" if code == -signal.SIGKILL else f"exit code {code}"
+                raise SchedulerError(f"the scheduler ended ({ended})")
             return
         left = self._until - time.monotonic()
         try:
@@ -304,10 +303,6 @@ class SchedulerProcess:
         """Send a signal to the process, if it has not ended."""
         if self._process is not None:
             self._process.send_signal(number)
-
-    def has_ended(self) -> bool:
-        """Return whether the process was started and has ended."""
-        return self._process is not None and self._process.poll() is not None
 
     def bury(self) -> int:
         """Kill the process if it has not ended; return its exit code, or −1 times the signal."""

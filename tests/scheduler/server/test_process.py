@@ -47,13 +47,10 @@ def test_the_embedded_scheduler_serves_and_ends() -> None:
             a.ready(0)
             b.ready(0)
             assert a.group().reason == Reason.EVERYBODY_CAME
-        assert not scheduler.has_ended()
+        scheduler.check()
         scheduler.signal(signal.SIGTERM)
-        for _ in range(100):
-            if scheduler.has_ended():
-                break
-            time.sleep(0.05)
-        assert scheduler.bury() == 0
+        with pytest.raises(SchedulerError, match=r"the scheduler ended \(exit code 0\)"):
+            until(scheduler.check)
 
 
 def test_the_scheduler_has_room_for_more_connections_than_the_usual_limit_of_files() -> None:
