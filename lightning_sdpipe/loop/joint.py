@@ -37,15 +37,85 @@ from lightning_sdpipe.pipeline.micro_batches import Portion, part_sizes
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 
-class JointBatchSource:
-    """This worker's part of batches that all pipelines train together.
+class OwnPart:
+    """This worker's part of joint batches: its micro-batches of each turn, and how long it computes for them.
 
     Args:
         trainer: about to fit.
         groups: this worker's process groups.
         delays: measures how long this worker computes.
-        parts: P, micro-batches of a mini-batch at equal speeds.
-        unit: the number of micro-batches whose multiple a schedule needs.
+        division: P, the micro-batches of a mini-batch at equal speeds, and the number whose multiple a schedule needs.
+    """
+
+    def __init__(
+        self, trainer: Trainer, groups: ProcessGroups, delays: DelayInjector, division: tuple[int, int]
+    ) -> None:
+        self._trainer, self._delays, mesh = trainer, delays, groups.mesh
+        self.pipeline, self._num_pipelines, depths = mesh.locate(groups.rank)[1], mesh.num_pipelines, mesh.depths
+        self._parts, unit = division
+        self.rounds = JointRounds(  # an elastic run knows one depth, that of all
+            self._num_pipelines, self._parts, unit, lambda pipeline: depths[pipeline % len(depths)] - 1
+        )
+        self._batches: PlacedBatches | None = None
+        self._counted = 0.0
+
+    @property
+    def batches(self) -> PlacedBatches:
+        """Batches that are divided."""
+        assert self._batches is not None, "deal() has taken them"
+        return self._batches
+
+    def deal(self, loader: Any, reason: str | None = None) -> None:
+        """Divide the batches of ``loader`` from now on, unless there is a ``reason`` against it.
+
+        Raises:
+            ConfigurationError: they cannot be divided.
+        """
+        if reason is None and loader.batch_sampler is None:
+            reason = "a loader with batch_size=None gives whole batches"
+        if reason is not None:
+            raise refuse_to_divide(reason)
+        refuse_small_last_batch(self._trainer, loader, self._parts)
+        self._batches = PlacedBatches(loader, self._num_pipelines, self._parts)
+
+    def begin(self) -> None:
+        """Begin a fit.
+
+        Raises:
+            ConfigurationError: the module splits or weighs its batches itself.
+        """
+        module = self._trainer.lightning_module
+        for name in ("split_batch", "weigh_batch"):
+            if hasattr(module, name):
+                raise refuse_to_divide(f"{type(module).__name__} has a {name}, and here each sample counts alike")
+        self._delays.measures = True
+        self.computed()
+
+    def end(self) -> None:
+        """End the fit, and with it the loader's processes."""
+        if self._batches is not None:
+            self._batches.close()
+        self._batches, self._delays.measures = None, False
+
+    def computed(self) -> float:
+        """Return the seconds for which this worker has computed since it was last asked."""
+        before, self._counted = self._counted, self._delays.computed_seconds + self._delays.injected_seconds
+        return self._counted - before
+
+    def take(self) -> tuple[Any, Portion | None]:
+        """Return the batch of this pipeline's micro-batches of the next turn, and which they are; None if it has
+        none."""
+        mine = self.rounds.turn().get(self.pipeline)
+        return self.batches.take(mine, self.rounds.ahead(self.pipeline)) if mine else (None, None)
+
+
+class JointBatchSource:
+    """The source of this worker's part of batches that all pipelines train together.
+
+    Args:
+        trainer: about to fit.
+        groups: this worker's process groups.
+        own: this worker's part.
         seed: that of the run.
         origin: the split of the data that a checkpoint counts by, if one was loaded.
     """
@@ -58,22 +128,16 @@ class JointBatchSource:
         self,
         trainer: Trainer,
         groups: ProcessGroups,
-        delays: DelayInjector,
-        parts: int,
-        unit: int,
+        own: OwnPart,
         seed: Callable[[], int],
         origin: Callable[[], Split | None],
     ) -> None:
-        self._trainer, self._groups, self._delays = trainer, groups, delays
-        self._parts, self._seed, self._origin = parts, seed, origin
-        self._pipeline, depths = groups.mesh.locate(groups.rank)[1], groups.mesh.depths
-        self._everyone = range(len(depths))
-        self._joint = JointRounds(len(depths), parts, unit, lambda pipeline: depths[pipeline] - 1)
+        self._trainer, self._groups, self._own, self._seed, self._origin = trainer, groups, own, seed, origin
+        self._everyone = range(len(groups.mesh.depths))
         self.portion: Portion | None = None
         """Portion that this turn's batch is."""
         self._at: tuple[int, int] | None = None  # epoch and round that come next
         self._trained: int | None = None  # micro-batches since the last look; None before the first
-        self._computed = 0.0
 
     def deal(self, loader: Any, split: Split | None) -> None:
         """Divide the batches of ``loader`` from now on; ``split`` says how its data are split.
@@ -81,31 +145,17 @@ class JointBatchSource:
         Raises:
             ConfigurationError: they cannot be divided.
         """
-        reason = why_sharded(loader, self._pipeline, self._groups.mesh.num_pipelines)
-        if reason is None and loader.batch_sampler is None:
-            reason = "a loader with batch_size=None gives whole batches"
-        if reason is not None:
-            raise refuse_to_divide(reason)
+        self._own.deal(loader, why_sharded(loader, self._own.pipeline, self._groups.mesh.num_pipelines))
         self._loader, self._split, self._at = loader, split, None
-        refuse_small_last_batch(self._trainer, loader, self._parts)
-        self._batches = PlacedBatches(loader, self._groups.mesh.num_pipelines, self._parts)
 
     def change(self) -> None:
-        """Begin a fit.
-
-        Raises:
-            ConfigurationError: the module splits or weighs its batches itself.
-        """
-        refuse_own_split(self._trainer.lightning_module)
-        self._delays.measures = True
-        self._computed = self._seconds
+        """Begin a fit; see :meth:`OwnPart.begin`."""
+        self._own.begin()
 
     def close(self) -> None:
-        """End the fit, and with it the loader's processes."""
-        if self.portion is not None:
-            self._batches.close()
-        self._batches = self.portion = None  # type: ignore[assignment]  # none is asked for any more
-        self._delays.measures = False
+        """End the fit; see :meth:`OwnPart.end`."""
+        self._own.end()
+        self.portion = None
 
     def take_over(self, fetcher: DataFetcher) -> DataFetcher:
         """Return the fetcher of the epoch that begins."""
@@ -137,43 +187,33 @@ class JointBatchSource:
         """Return the batch of the next round, and the number of the epoch's batches up to it."""
         here = self._trainer.current_epoch, int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         epoch, number = here
-        joint = self._joint
+        own, joint = self._own, self._own.rounds
         if here != self._at:
-            joint.begin(number, len(self._batches))
-            self._batches.begin(epoch, self._seed())
+            joint.begin(number, len(own.batches))
+            own.batches.begin(epoch, self._seed())
         if joint.looks:
             joint.divide_by(dict(enumerate(self._measured())))
-        data, portion = self._batches.take(joint.turn()[self._pipeline], joint.ahead(self._pipeline))
+        data, portion = own.take()
+        assert portion is not None, "each pipeline has a part"
         joint.ended(self._everyone, self._everyone, {}, epoch=0)
-        self.portion = replace(portion, samples=self._batches.samples(number))
+        self.portion = replace(portion, samples=own.batches.samples(number))
         self._at = epoch, number + 1
         if self._trained is not None:
-            self._trained += len(self.portion.sizes)
+            self._trained += len(portion.sizes)
         return data, number + 1
 
     def _measured(self) -> list[float]:
         """Return the seconds that each pipeline has computed for a micro-batch since the last comparison: its slowest
         stage's. At first they are not known, since a first round makes what the others find."""
-        computed, self._computed = self._computed, self._seconds
+        computed = self._own.computed()
         mine = torch.zeros(len(self._everyone), device=self._trainer.strategy.root_device)
         if self._trained:
-            mine[self._pipeline] = (self._computed - computed) / self._trained
+            mine[self._own.pipeline] = computed / self._trained
         self._trained = 0
         with waiting_for(self._groups.world, "comparing speeds"):
             dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._groups.world)
         found: list[float] = mine.tolist()
         return found
-
-    @property
-    def _seconds(self) -> float:
-        return self._delays.computed_seconds + self._delays.injected_seconds
-
-
-def refuse_own_split(module: Any) -> None:
-    """Raise ConfigurationError if ``module`` splits or weighs its batches itself."""
-    for name in ("split_batch", "weigh_batch"):
-        if hasattr(module, name):
-            raise refuse_to_divide(f"{type(module).__name__} has a {name}, and here each sample counts alike")
 
 
 def refuse_small_last_batch(trainer: Trainer, loader: Any, parts: int) -> None:

@@ -27,7 +27,7 @@ from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Sp
 from lightning_sdpipe.loop.dealt import Dealing
 from lightning_sdpipe.loop.epoch_callback import EpochCallback, StreamSwitches, agree, agree_in_evaluations
 from lightning_sdpipe.loop.finetuning import adapt_finetuning
-from lightning_sdpipe.loop.joint import JointBatchSource
+from lightning_sdpipe.loop.joint import JointBatchSource, OwnPart
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.loop.optimizers import OptimizerProgress, refuse_unlike_options
 from lightning_sdpipe.loop.precision import adapt_precision, current_scale, scaler_of
@@ -300,10 +300,8 @@ class Setup:
         options, run, origin = self.options, self.run, self.origin
         loaded: Callable[[], Split | None] = lambda: origin.saved.get("split")  # noqa: E731
         if options.batch_by_speed and options.job is None:
-            parts, unit = options.division
-            return JointBatchSource(
-                self.trainer, run.groups, self.parts.delays, parts, unit, lambda: origin.data_seed, loaded
-            )
+            own = OwnPart(self.trainer, run.groups, self.parts.delays, options.division)
+            return JointBatchSource(self.trainer, run.groups, own, lambda: origin.data_seed, loaded)
         method, asked = run.options.method, options.data == "dealt"
         if not deals(options.data, method, run.mesh.num_pipelines, training.client.policy):
             return ShardBatchSource(self.trainer, training, loaded)

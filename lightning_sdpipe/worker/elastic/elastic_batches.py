@@ -19,19 +19,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_sdpipe.dealing.leases import Segment
 from lightning_sdpipe.exchange.present_rounds import Batch, Round
 from lightning_sdpipe.loop.dealt import DealtBatchSource, SourceInputs, batch_to_show
-from lightning_sdpipe.membership.turn_order import Command, CommandKind
+from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.sync.present_averaging import PresentAveraging
-from lightning_sdpipe.worker.elastic.leader import CommandChannel
-
-_GLANCE = 0.02  # seconds between two checks whether there are enough pipelines
+from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 
 State = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -40,28 +41,35 @@ _SOON = 0.05
 _IDLE, _CALLED = "idle", "called"
 
 
-class Duties(Protocol):
-    """Duties of a worker between two turns."""
+@dataclass(frozen=True)
+class Duties:
+    """Duties of a worker between two turns.
+
+    Args:
+        commands: those of stage 0.
+        leaving: the notice that the pipeline was told to end.
+        take_lead: makes the pipeline lead, if it is its turn.
+        give: gives the state of this stage, with that of its turns, to the newcomer of a transfer.
+        leave: makes this stage leave the run.
+    """
 
     commands: CommandChannel
-
-    def order(self) -> Command | None:
-        """Return the command of stage 0, by :func:`~lightning_sdpipe.membership.turn_order.turn_order`."""
-
-    def act(self, command: Command, turns: State) -> None:
-        """Carry out a command other than to train; ``turns`` is the source's state."""
-
-    def between(self) -> None:
-        """Perform all else that happens between two turns, on each stage when it comes there."""
+    leaving: LeaveNotice
+    take_lead: Callable[[], None]
+    give: Callable[[str, State], None]
+    leave: Callable[[], None]
 
 
 class ElasticBatchSource(DealtBatchSource):
     """The batch source of one worker, which carries out ``duties`` between its turns."""
 
+    takes_idle_turns = False
+    """True if a pipeline that is held up takes a turn without a batch, since the others may wait for it in theirs."""
+
     def __init__(self, inputs: SourceInputs, duties: Duties) -> None:
         super().__init__(inputs)
         self._duties = duties
-        self._waits_between_turns = False
+        self._waits_between_turns = self._idle = False
         self._given: list[int] | None = None
 
     @property
@@ -94,41 +102,69 @@ class ElasticBatchSource(DealtBatchSource):
         """Carry out commands while stage 0 waits between two turns. Return whether a turn may begin now."""
         if not self._waits_between_turns:
             return False
-        while (command := self._duties.order()) is not None and command.kind is not CommandKind.GO:
+        while (command := self._order()) is not None and command.kind is not CommandKind.GO:
             self._duties.commands.send(command)
             self._act(command)
         if command is None:
             self._duties.commands.hold()
         return command is not None
 
+    def _order(self) -> Command | None:
+        leaving, client = self._duties.leaving.given, self._client
+        return turn_order(leaving, client.donations, "" if leaving else client.held_up)
+
     def _act(self, command: Command) -> None:
         """Carry out a command. A state that is given has no batch half trained, and a pipeline that leaves has none."""
         if self._turns.underway:
             self._turns.drain()
             self._client.trained(self._trained, self._turns.loose)
-        self._duties.act(command, self.state)
+        if command.kind is CommandKind.LEAVE:
+            self._duties.commands.done()  # when one stage leaves, all of them must end at once
+            self._duties.leave()
+            raise SIGTERMException
+        self._duties.give(command.text, self.state)
+        self._duties.commands.done()  # no stage comes to the next barrier before all have reported
+
+    @property
+    def _lacks_batch(self) -> bool:
+        """True if there is none now, and there may be one in this segment."""
+        return self._turns.underway and self._next is None and not self._over
 
     def _between_turns(self) -> None:
-        waits = self._turns.underway and self._next is None and not self._over
-        if waits:
+        """Do what is to be done before a turn: stage 0 decides, when it may begin, and the others follow."""
+        commands, self._idle = self._duties.commands, False
+        if self._lacks_batch and not self.takes_idle_turns:
             self._rest()
-        if self._duties.commands.speaks:
+        if commands.speaks:
             self._waits_between_turns = True
             while not self.serve():
-                time.sleep(_GLANCE)
-            if waits:
-                self._wait()
+                time.sleep(_SOON)
+                if self.takes_idle_turns and self._turns.underway:
+                    self._idle = True
+                    break
+            text = self._decide()
             self._waits_between_turns = False
-            command = Command(CommandKind.GO, _CALLED if self._turns.called else "")
-            self._duties.commands.send(command)
+            commands.send(Command(CommandKind.GO, text))
         else:
-            while (command := self._duties.commands.receive()).kind is not CommandKind.GO:
+            while (command := commands.receive()).kind is not CommandKind.GO:
                 self._act(command)
-            if waits:
-                self._wait()
-        if command.text == _CALLED:
+            text = command.text
+        self._follow(text)
+        self._duties.take_lead()
+        self._client.has_made(self._trainer.global_step)
+
+    def _decide(self) -> str:
+        """Return what all stages are to do before the turn that may begin."""
+        if self._lacks_batch:
+            self._wait()
+        return _CALLED if self._turns.called else ""
+
+    def _follow(self, text: str) -> None:
+        """Do, on each stage, what stage 0 has decided."""
+        if self._lacks_batch:
+            self._wait()
+        if text == _CALLED:
             self._turns.take_part()
-        self._duties.between()
 
     def _segment_from(self, start: int) -> Segment:
         given, self._given = self._given, None
@@ -173,12 +209,14 @@ class TrainedBatches:
 class RoundBatchSource(ElasticBatchSource):
     """The batch source of one worker whose pipeline makes every update together with all others."""
 
+    takes_idle_turns = True
+
     def __init__(self, inputs: SourceInputs, duties: Duties, rounds: PresentAveraging) -> None:
         super().__init__(inputs, duties)
         self._rounds = rounds
         rounds.on_round = self._hear
         self._in_model: TrainedBatches | None = None
-        self._idle = self._doubts = False
+        self._doubts = False
         self._members: set[int] = set()
         self._epoch = 0  # of membership, of the last round
         self._received: Tensor | None = None
@@ -220,34 +258,30 @@ class RoundBatchSource(ElasticBatchSource):
 
     # ------------------------------------------------------------- between turns
 
-    def _between_turns(self) -> None:
-        self._idle = False
-        commands = self._duties.commands
-        if commands.speaks:
-            self._waits_between_turns = True
-            while not self.serve():
-                time.sleep(_SOON)
-                if self._turns.underway:  # others may be in their turns, and wait for this one
-                    self._idle = True
-                    break
-            passed = self._pass_over()
-            if self._turns.underway and self._next is None and not self._over and not self._idle:
-                self._ask(_SOON)
-                passed += self._pass_over()
-            self._idle |= self._turns.underway and self._next is None and not self._over
-            self._waits_between_turns = False
-            commands.send(Command(CommandKind.GO, f"{passed} {_IDLE if self._idle else ''}"))
+    def _act(self, command: Command) -> None:
+        if command.kind is CommandKind.AGREE:
+            self._agree()
         else:
-            while (command := commands.receive()).kind is not CommandKind.GO:
-                self._agree() if command.kind is CommandKind.AGREE else self._act(command)
-            number, idle = command.text.split(" ")
-            for _ in range(int(number)):
-                self._need()
-                self._drop()
-            self._idle = idle == _IDLE
-            if not self._idle and self._turns.underway and not self._over:
-                self._need()
-        self._duties.between()
+            super()._act(command)
+
+    def _decide(self) -> str:
+        passed = self._pass_over()
+        if self._lacks_batch and not self._idle:
+            self._ask(_SOON)
+            passed += self._pass_over()
+        self._idle |= self._lacks_batch
+        return f"{passed} {_IDLE if self._idle else ''}"
+
+    def _follow(self, text: str) -> None:
+        if self._duties.commands.speaks:
+            return
+        number, idle = text.split(" ")
+        for _ in range(int(number)):
+            self._need()
+            self._drop()
+        self._idle = idle == _IDLE
+        if not self._idle:
+            self._need()
 
     def _pass_over(self) -> int:
         """Drop, on stage 0, batches that are in the model already; return how many."""
@@ -296,7 +330,7 @@ class RoundBatchSource(ElasticBatchSource):
 
     def _need(self) -> None:
         """Wait for a batch: stage 0 has one, or knows that there will be none."""
-        if self._next is None and not self._over:
+        if self._lacks_batch:
             self._ask()
 
     # ---------------------------------------------------------------------- turns

@@ -1,8 +1,7 @@
 """Entry of a pipeline into an elastic run: with the state of one that trains, or with those that begin together.
 
 Its fingerprint names, in words that a refusal can quote, what must be equal in all pipelines of a run. :class:`Fit`
-makes Lightning go on with the state of another pipeline, and gives its own to the next newcomer: one of the
-:class:`StageDuties` between two turns.
+makes Lightning go on with the state of another pipeline, and gives its own to the next newcomer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch._C._distributed_c10d import Store
@@ -37,7 +35,6 @@ from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.lightning_internals import data_source
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.weight_averaging import averaging_of
-from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.scheduler.client.client import Receive, SchedulerClient, Start
 from lightning_sdpipe.sync.barriers import Barriers, divided, of_all_stages, pack, unpack_max
@@ -45,7 +42,6 @@ from lightning_sdpipe.tested import VERSION
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.worker.elastic import leader, state_transfer
 from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource
-from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.options import Options
 from lightning_sdpipe.worker.training import Training
 
@@ -284,6 +280,14 @@ class Fit:
         seed: int = first["seed"]
         return seed
 
+    def leave(self) -> None:
+        """Leave the run, with nothing under way that others wait for."""
+        with suppress(MustEndError):  # as the scheduler says once another stage has ended
+            self.training.sync.settle()  # others may wait for exchanges that are under way
+            self.training.client.leave()
+        self.training.sync.stop()
+        self.checkpoints.wait()
+
     @property
     def _limit(self) -> timedelta:
         """Longest time that each part of a state may take."""
@@ -291,41 +295,3 @@ class Fit:
 
     def _room(self, transfer: str) -> str:
         return f"{transfer}-{self.groups.mesh.locate(self.groups.rank)[0]}"
-
-
-class StageDuties:
-    """Duties of a worker between two turns; see :class:`~lightning_sdpipe.worker.elastic.elastic_batches.Duties`.
-
-    Args:
-        fit: returns the worker's training.
-        take_lead: makes its pipeline lead, if it is its turn.
-        commands: those of stage 0.
-        leaving: the notice that it was told to end.
-    """
-
-    def __init__(
-        self, fit: Callable[[], Fit], take_lead: Callable[[], None], commands: CommandChannel, leaving: LeaveNotice
-    ) -> None:
-        self._fit, self._take_lead, self.commands, self._leaving = fit, take_lead, commands, leaving
-
-    def order(self) -> Command | None:
-        leaving, client = self._leaving.given, self._fit().client
-        return turn_order(leaving, client.donations, "" if leaving else client.held_up)
-
-    def act(self, command: Command, turns: State) -> None:
-        fit = self._fit()
-        if command.kind is CommandKind.LEAVE:
-            self.commands.done()  # when one stage leaves, all of them must end at once
-            with suppress(MustEndError):  # as the scheduler says once another stage has ended
-                fit.training.sync.settle()  # others may wait for exchanges that are under way
-                fit.training.client.leave()
-            fit.training.sync.stop()
-            fit.checkpoints.wait()
-            raise SIGTERMException
-        fit.give(command.text, turns)
-        self.commands.done()  # no stage comes to the next barrier before all have reported
-
-    def between(self) -> None:
-        self._take_lead()
-        fit = self._fit()
-        fit.client.has_made(fit.trainer.global_step)

@@ -17,6 +17,7 @@ from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.same_samples import digests
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.dealt import Dealing, SourceInputs
+from lightning_sdpipe.loop.joint import OwnPart
 from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
@@ -33,7 +34,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups, roll_call
 from lightning_sdpipe.topology.mesh import OnePipeline
 from lightning_sdpipe.topology.placement_file import Placement, check_shape, order_of_stages
 from lightning_sdpipe.worker.elastic import joining, leader, refusals
-from lightning_sdpipe.worker.elastic.elastic_batches import ElasticBatchSource, RoundBatchSource
+from lightning_sdpipe.worker.elastic.elastic_batches import Duties, ElasticBatchSource, RoundBatchSource
 from lightning_sdpipe.worker.elastic.joint_batches import JointRoundSource
 from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection, SchedulerStore
@@ -185,14 +186,17 @@ class ElasticRun(TrainingRun):
         self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
     ) -> ElasticBatchSource:
         place, run = self._opened, shared(secrets.randbits(62))
-        duties = joining.StageDuties(lambda: self.fit, self.take_lead, place.commands, place.leaving)
+        duties = Duties(
+            place.commands, place.leaving, self.take_lead, lambda *what: self.fit.give(*what), lambda: self.fit.leave()
+        )
         inputs = SourceInputs(trainer, training, self._there.client, self.groups, checks, run, dealing)
         rounds = training.sync
         source: ElasticBatchSource
         if not isinstance(rounds, PresentAveraging):
             source = ElasticBatchSource(inputs, duties)
         elif self.options.batch_by_speed:
-            source = JointRoundSource(inputs, duties, rounds, self.options.division, training.parts.delays)
+            own = OwnPart(trainer, self.groups, training.parts.delays, self.options.division)
+            source = JointRoundSource(inputs, duties, rounds, own)
         else:
             source = RoundBatchSource(inputs, duties, rounds)
         self._there.client.meanwhile = source.serve

@@ -21,7 +21,8 @@ from lightning_sdpipe.membership.turn_order import Command, CommandKind
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.scheduler.client.client import Receive, Start
 from lightning_sdpipe.sync.barriers import Barriers
-from lightning_sdpipe.worker.elastic.joining import StageDuties, begin_together, compare, join
+from lightning_sdpipe.worker.elastic.elastic_batches import Duties, ElasticBatchSource
+from lightning_sdpipe.worker.elastic.joining import Fit, begin_together, compare, join
 from tests.sync.test_barriers import Epochs, Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
@@ -80,9 +81,12 @@ def test_a_stage_ends_as_told_though_the_scheduler_has_heard_of_the_end_of_anoth
     sync = SimpleNamespace(settle=lambda: done.append("settles"), stop=lambda: done.append("stops"))
     training = SimpleNamespace(sync=sync, client=SimpleNamespace(leave=leave))
     fit: Any = SimpleNamespace(training=training, checkpoints=SimpleNamespace(wait=lambda: done.append("has written")))
-    nothing: Any = SimpleNamespace(done=lambda: done.append("all have drained"))
+    commands: Any = SimpleNamespace(done=lambda: done.append("all have drained"))
+    nothing: Any = None
+    duties = Duties(commands, nothing, nothing, nothing, lambda: Fit.leave(fit))
+    source: Any = SimpleNamespace(_turns=SimpleNamespace(underway=False), _duties=duties)
     with pytest.raises(SIGTERMException):
-        StageDuties(lambda: fit, lambda: None, nothing, nothing).act(Command(CommandKind.LEAVE), nothing)
+        ElasticBatchSource._act(source, Command(CommandKind.LEAVE))
     assert done == ["all have drained", "settles", "stops", "has written"]
 
 

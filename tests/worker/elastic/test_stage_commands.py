@@ -26,9 +26,8 @@ def hold(rank: int) -> Command | float:
     leader._HOLD_EVERY = LIMIT / 10
     if not commands.speaks:
         return commands.receive()
-    source = SimpleNamespace(
-        _waits_between_turns=True, _duties=SimpleNamespace(order=lambda: None, commands=commands)
-    )  # of a run that has too few pipelines
+    duties = SimpleNamespace(commands=commands)
+    source = SimpleNamespace(_waits_between_turns=True, _duties=duties, _order=lambda: None)  # it has too few pipelines
     began = time.monotonic()
     while (held := time.monotonic() - began) < 2 * LIMIT:
         assert not ElasticBatchSource.serve(source)  # type: ignore[arg-type]
