@@ -4,11 +4,11 @@ Where pipelines come and go, :mod:`~lightning_sdpipe.sync.present_averaging` doe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError, NonFiniteError
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.exchange.encoded_rounds import EncodedRounds
 from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
@@ -16,13 +16,13 @@ from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.exchange.sectioned import SectionedRounds, accompany
 from lightning_sdpipe.sync.mover_choice import hosts_of
 from lightning_sdpipe.sync.rendezvous import copy_most_advanced_parts
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import GradientSynchronizer, Replica
 from lightning_sdpipe.topology.groups import Replicas
 
 _COUNTED = 2**12  # updates, and backwards of one, after which counting begins again: both are sent as one mark
 
 
-class GradientAveraging(Synchronizer):
+class GradientAveraging(GradientSynchronizer[GradientRounds | SectionedRounds]):
     """Averages every gradient over the replicas of the stage that train in the same round.
 
     A pipeline whose data ends earlier than that of others keeps taking part, without gradients, until they have
@@ -31,7 +31,7 @@ class GradientAveraging(Synchronizer):
 
     def __init__(self, replica: Replica, bucket_bytes: int, by_samples: bool) -> None:
         super().__init__(replica)
-        self._buckets = _rounds(replica, bucket_bytes)
+        self.buckets = _rounds(replica, bucket_bytes)
         self.by_samples = by_samples
         self._rounds = 0
         self._sent = 0
@@ -46,46 +46,33 @@ class GradientAveraging(Synchronizer):
     @property
     def rounds(self) -> int | None:
         """Number of updates, of which the first ones may be in full precision."""
-        return self._buckets.updates if isinstance(self._buckets, EncodedRounds) else None
+        return self.buckets.updates if isinstance(self.buckets, EncodedRounds) else None
 
     @rounds.setter
     def rounds(self, before: int | None) -> None:
-        if isinstance(self._buckets, EncodedRounds) and before is not None:
-            self._buckets.updates = before
+        if isinstance(self.buckets, EncodedRounds) and before is not None:
+            self.buckets.updates = before
 
     @property
     def equal_at_start(self) -> Replicas | None:
         return self.replica.parts[0].among
-
-    def weigh(self, samples: float) -> None:
-        self._buckets.weight = samples
 
     def begin_backward(self, update: int, number: int) -> None:
         """Note the numbers, which replicas tell each other with their gradients."""
         self._mark = (update % _COUNTED) * _COUNTED + number % _COUNTED
         self._amid = True
 
-    @property
-    def early(self) -> Collection[int]:
-        return self._buckets.early
-
-    def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        self._buckets.gradient_ready(number, gradient)
-
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        if isinstance(self._buckets, SectionedRounds):
-            self._buckets.complete(gradients)
+        if isinstance(self.buckets, SectionedRounds):
+            self.buckets.complete(gradients)
         else:
-            self._buckets.complete(gradients, mark=self._mark)
+            self.buckets.complete(gradients, mark=self._mark)
 
     def finish(self) -> list[Tensor | None]:
-        outcome = self._buckets.wait()
+        outcome = self.buckets.wait()
         self._refuse_unlike(outcome.marks, outcome.amid)
         if outcome.nonfinite:
-            raise NonFiniteError(
-                f"the gradients of pipelines {outcome.nonfinite}, stage {self.replica.stage}, for update "
-                f"{self._update}, counted from 0 since training started"
-            )
+            raise self.not_finite(outcome.nonfinite, self._update)
         self._rounds += 1
         gradients = outcome.gradients
         if self.replica.shared is not None:
@@ -116,15 +103,15 @@ class GradientAveraging(Synchronizer):
         self._amid = False
 
     def start(self) -> None:
-        self._buckets.arrange()  # the trained parameters may have changed
+        self.buckets.arrange()  # the trained parameters may have changed
         self._rounds, replicas = 0, self.replica.count
-        if not isinstance(self._buckets, EncodedRounds):  # those count what they send
-            self._sent = 2 * (replicas - 1) * self._buckets.nbytes // replicas
+        if not isinstance(self.buckets, EncodedRounds):  # those count what they send
+            self._sent = 2 * (replicas - 1) * self.buckets.nbytes // replicas
 
     def stop(self) -> None:
-        if isinstance(self._buckets, GradientRounds):
-            self._buckets.left_amid = self._amid
-        accompany(self._buckets, len(self.replica.trained))
+        if isinstance(self.buckets, GradientRounds):
+            self.buckets.left_amid = self._amid
+        accompany(self.buckets, len(self.replica.trained))
 
     def make_parameters_equal(self) -> None:
         copy_most_advanced_parts(self.replica, self._rounds)

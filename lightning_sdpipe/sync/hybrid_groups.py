@@ -18,12 +18,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
 
-from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
 from lightning_sdpipe.exchange.buckets import FlatBucket, PublishedCopy, tensors_of
 from lightning_sdpipe.exchange.collectives import average_all
 from lightning_sdpipe.exchange.gradient_rounds import Averaged, GradientRounds
@@ -35,7 +35,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.following_stages import mean_of_groups
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.sync.rendezvous import copy_most_advanced
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, averaged
+from lightning_sdpipe.sync.synchronizer import GradientSynchronizer, Replica, averaged
 from lightning_sdpipe.topology.groups import Replicas
 
 _BUCKET_BYTES = 25 * 2**20
@@ -193,7 +193,7 @@ class PublishedModel(InPlace):
         self._has_step = False
 
 
-class HybridGroups(Synchronizer):
+class HybridGroups(GradientSynchronizer[GradientRounds]):
     """Averages gradients over the members of this worker's group, whose models stay equal, and takes part in the
     group's meetings.
 
@@ -212,9 +212,8 @@ class HybridGroups(Synchronizer):
         self._worker = Worker(replica.stage, replica.pipeline)
         self._groups = policy.groups_of(len(replica.ranks))
         self._mates = replica.groups.part(self._groups, replica.timeout)
-        self._rounds: GradientRounds | None = None
         if self._mates is not None:
-            self._rounds = GradientRounds(replica.trained, self._mates, _BUCKET_BYTES, replica.watch)
+            self.buckets = GradientRounds(replica.trained, self._mates, _BUCKET_BYTES, replica.watch)
             self.gradients = self
             self.same_gradients = self._mates.group
         self._averaged: Averaged | None = None
@@ -241,27 +240,13 @@ class HybridGroups(Synchronizer):
 
     # ------------------------------------------------------------- gradients
 
-    @property
-    def early(self) -> Collection[int]:
-        assert self._rounds is not None
-        return self._rounds.early
-
-    def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        assert self._rounds is not None
-        self._rounds.gradient_ready(number, gradient)
-
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        assert self._rounds is not None
-        self._rounds.complete(gradients, mark=self._last_meeting % _MARKS)
+        self.buckets.complete(gradients, mark=self._last_meeting % _MARKS)
 
     def finish(self) -> list[Tensor | None]:
-        assert self._rounds is not None
-        outcome = self._averaged = self._rounds.wait()
+        outcome = self._averaged = self.buckets.wait()
         if outcome.nonfinite:
-            raise NonFiniteError(
-                f"the gradients of pipelines {outcome.nonfinite}, stage {self.replica.stage}, for update "
-                f"{self.statistics.groups}, counted from 0 since training started"
-            )
+            raise self.not_finite(outcome.nonfinite, self.statistics.groups)
         if len({*outcome.marks.values()}) > 1:
             raise WorkerFailedError(
                 f"the pipelines of a group hold different models in stage {self.replica.stage}: the last meeting with "
@@ -328,8 +313,8 @@ class HybridGroups(Synchronizer):
     def start(self) -> None:
         self._trained = self._met = self._last_meeting = 0
         self._averaged = None
-        if self._rounds is not None:
-            self._rounds.arrange()  # the trained parameters may have changed
+        if self._mates is not None:
+            self.buckets.arrange()  # the trained parameters may have changed
         if self._meets:
             self._refuse_other_groups()
             trained = self.replica.exchanged
@@ -340,9 +325,8 @@ class HybridGroups(Synchronizer):
         if self._meets:
             self._meetings.end()
             self._model.take()  # of meetings since the last boundary
-        if self._rounds is None:
-            return
-        accompany(self._rounds, len(self.replica.trained))
+        if self._mates is not None:
+            accompany(self.buckets, len(self.replica.trained))
 
     def resynchronise(self) -> None:
         """Copy the model of the group's member that has trained longest, and met others last, to all members."""

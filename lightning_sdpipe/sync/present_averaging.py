@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.errors import ConfigurationError, MustEndError, NonFiniteError, WorkerFailedError
+from lightning_sdpipe.errors import ConfigurationError, MustEndError, WorkerFailedError
 from lightning_sdpipe.exchange.background import Background
 from lightning_sdpipe.exchange.buckets import tensors_of
 from lightning_sdpipe.exchange.collectives import SumInPlace
@@ -29,14 +29,14 @@ from lightning_sdpipe.exchange.present_rounds import Batch, PresentRounds, Round
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.peers import Peers, gives_outcomes
-from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
+from lightning_sdpipe.sync.synchronizer import GradientSynchronizer, Replica
 
 log = logging.getLogger(__name__)
 
 _MARKS = 2**24
 
 
-class PresentAveraging(Synchronizer):
+class PresentAveraging(GradientSynchronizer[PresentRounds]):
     """Averages every gradient over the replicas of the stage that are present. All of them make equal steps, even
     without a batch, so they stay equal, bit for bit.
 
@@ -53,7 +53,6 @@ class PresentAveraging(Synchronizer):
         self._peers, self._cap, self.by_samples = peers, bucket_bytes, by_samples
         self._client, self._epochs = peers.client, peers.epochs
         self._beside = Background("averaging gradients", 2 * replica.timeout.total_seconds())
-        self._buckets: PresentRounds | None = None
         gives_outcomes(self._client, lambda *asked: self.buckets.hand_over(*asked), self._epochs.replicas)
         self.again = self.taken = 0
         """Number of rounds that were made again, and of those whose outcome was handed over."""
@@ -75,12 +74,6 @@ class PresentAveraging(Synchronizer):
         """Outcome of a round that is not in place yet."""
         self.gradients = self
 
-    @property
-    def buckets(self) -> PresentRounds:
-        """Rounds that take the gradients."""
-        assert self._buckets is not None, "start() comes first"
-        return self._buckets
-
     def begin(self, update: int) -> None:
         self._begin_turn(update, weight=1.0)
 
@@ -91,16 +84,6 @@ class PresentAveraging(Synchronizer):
         updates = self._peers.on_any_stage(outcome.weight > 0)
         self._came = outcome if updates else None
         return updates
-
-    def weigh(self, samples: float) -> None:
-        self.buckets.weight = samples
-
-    @property
-    def early(self) -> Collection[int]:
-        return self.buckets.early
-
-    def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        self.buckets.gradient_ready(number, gradient)
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
         if self._came is None:
@@ -113,7 +96,7 @@ class PresentAveraging(Synchronizer):
     def start(self) -> None:
         replica, exchange = self.replica, self.replica.exchange
         rounds = replica.trained, self._peers.worker, self._cap, replica.watch, self._look
-        self._buckets = (
+        self.buckets = (
             PresentRounds(*rounds)
             if exchange.is_plain
             else EncodedPresentRounds(*rounds, exchange.payload, self._beside, replica.loss_scale)
@@ -193,7 +176,7 @@ class PresentAveraging(Synchronizer):
         self._check(outcome)
         self.on_round(outcome)
         if outcome.nonfinite:
-            raise NonFiniteError(f"the gradients of pipelines {list(outcome.nonfinite)}, stage {self.replica.stage}")
+            raise self.not_finite(outcome.nonfinite, outcome.marks[self.replica.pipeline])
         self.statistics.count(len(outcome.members), waited, time.perf_counter() - start - waited)
         return outcome
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.errors import ConfigurationError, NonFiniteError
 from lightning_sdpipe.exchange.buckets import FlatBucket, tensors_of
 from lightning_sdpipe.exchange.collectives import average_all, take_over
+from lightning_sdpipe.exchange.gradient_rounds import GradientRounds
 from lightning_sdpipe.exchange.options import Exchange
-from lightning_sdpipe.exchange.sectioned import OwnSections
+from lightning_sdpipe.exchange.sectioned import OwnSections, SectionedRounds
 from lightning_sdpipe.meter import Traffic
 from lightning_sdpipe.pipeline.gradients import GradientExchange
 from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
@@ -368,6 +369,30 @@ class Synchronizer:
             self.replica.average([*self.replica.buffers, *self.replica.averages])
         else:
             self.replica.average_buffers()
+
+
+Buckets = TypeVar("Buckets", bound=GradientRounds | SectionedRounds)
+
+
+class GradientSynchronizer(Synchronizer, Generic[Buckets]):
+    """Base of the halves that average gradients while the backward runs, in ``buckets``."""
+
+    buckets: Buckets
+
+    def weigh(self, samples: float) -> None:
+        self.buckets.weight = samples
+
+    @property
+    def early(self) -> Collection[int]:
+        return self.buckets.early
+
+    def gradient_ready(self, number: int, gradient: Tensor) -> None:
+        self.buckets.gradient_ready(number, gradient)
+
+    def not_finite(self, pipelines: Sequence[int], update: int) -> NonFiniteError:
+        """Return the error for gradients of ``pipelines``."""
+        where = f"pipelines {[*pipelines]}, stage {self.replica.stage}"
+        return NonFiniteError(f"the gradients of {where}, for update {update}, counted from 0 since training started")
 
 
 @runtime_checkable
