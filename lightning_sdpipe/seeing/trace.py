@@ -36,7 +36,7 @@ _BEFORE_ITS_END = 0.001
 def main(arguments: Sequence[str]) -> None:
     """Write the trace."""
     options = _parser().parse_args(arguments)
-    check_number("--updates", options.updates, f"a number from 1 to {MOST_UPDATES}", least=1, most=MOST_UPDATES)
+    check_number("--updates", options.updates, f"a number from 1, at most {MOST_UPDATES}", least=1, most=MOST_UPDATES)
     address, keys, _ = scheduler_of(options.address, options.key_file)
     question = m.Ask("spans", options.updates)
     reply = ask(question, m.SpansReply, address, credentials=keys, timeout=options.timeout)
