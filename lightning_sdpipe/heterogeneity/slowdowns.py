@@ -127,5 +127,5 @@ class Slowed:
 
 
 def _check_factors(name: str, factors: Sequence[float]) -> None:
-    if not factors or not all(math.isfinite(factor) and factor >= 1.0 for factor in factors):
-        raise ConfigurationError(f"{name}={list(factors)} must be finite numbers of at least 1.")
+    for factor in factors or ("nothing",):
+        check_number(name, factor, "finite numbers of at least 1", least=1, below=math.inf)

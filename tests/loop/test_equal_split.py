@@ -9,12 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.progress import (
-    _BatchProgress,
-    _OptimizationProgress,
-    _Progress,
-    _ReadyCompletedTracker,
-)
+from lightning.pytorch.loops.progress import _BatchProgress, _OptimizationProgress, _Progress, _ReadyCompletedTracker
 
 from lightning_sdpipe.loop.equal_split import EqualSplit, next_sync_point
 

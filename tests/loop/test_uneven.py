@@ -350,11 +350,7 @@ _FETCHES = "takes a dataloader_iter"
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("stream", "module", "error"),
-    [
-        (Stream((0, 3)), Regression, _NONE),
-        (Stream((3, 3)), Gathering, _FEWER),
-        (None, Fetching, _FETCHES),
-    ],
+    [(Stream((0, 3)), Regression, _NONE), (Stream((3, 3)), Gathering, _FEWER), (None, Fetching, _FETCHES)],
 )
 def test_what_is_refused(tmp_path: Path, stream: Stream | None, module: type[Regression], error: str) -> None:
     loader = None if stream else DataLoader(samples(64), 4)

@@ -23,14 +23,7 @@ from lightning_sdpipe.exchange.payloads import FORMS, OneBit
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import Policy, PolicyConfig
 from lightning_sdpipe.sync import ADPSGD, PHDPSGD, AllReduce, Decentralized, DiLoCo, PartialReduce, SemiDecentralized
-from lightning_sdpipe.sync.capabilities import (
-    SENTENCES,
-    WORDS,
-    Capabilities,
-    Combination,
-    capabilities_of,
-    refusals,
-)
+from lightning_sdpipe.sync.capabilities import SENTENCES, WORDS, Capabilities, Combination, capabilities_of, refusals
 from lightning_sdpipe.sync.methods import alternatives, check, deals, examples, in_words, method_for, method_of
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer
 
