@@ -114,7 +114,9 @@ class Transfer:
             with unrecorded():
                 for tensor in tensors:
                     if tensor.numel():
-                        self.works.append(_started(begin(tensor, rank, group=group, tag=tag)))
+                        work = begin(tensor, rank, group=group, tag=tag)
+                        assert work is not None, "a process sends and receives in groups of which it is a member"
+                        self.works.append(work)
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -388,9 +390,3 @@ def same(number: int, group: dist.ProcessGroup, purpose: str) -> bool:
     with waiting_for(group, purpose):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     return not extremes.sum()
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("this process is not a member of the group that it sends or receives in")
-    return work
