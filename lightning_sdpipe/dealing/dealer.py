@@ -7,8 +7,8 @@ start) batches are each dealt once. A segment is over when all are trained, so a
 - A pipeline's lease ``ordinal`` is decided when the first of its workers asks; the others get the same. An empty lease,
   too, is the same for all: the stages of a pipeline must empty themselves after the same batch.
 - A batch goes to the pipeline that is predicted to finish it first, after all that it was dealt and has not trained.
-  For batches of one size that minimises the end of the last one: at steady speeds no pipeline waits longer than one of
-  its own batches takes. It takes from the head of its home shard; then from the tail of the one that would end last.
+  For batches of one size that minimises the end of the last one: at steady, known speeds no pipeline waits longer than
+  one of its own batches takes. It takes from the head of its home shard; then from the tail of the one that would end last.
 - Leases are half of what a pipeline is expected to train yet (guided self-scheduling, Polychronopoulos and Kuck 1987),
   but no less than a second of work, and no more than two, or a 256th of what it is expected to train. So a pipeline
   asks rarely, a device that slows down holds little, and a stop takes effect soon.
@@ -24,6 +24,7 @@ start) batches are each dealt once. A segment is over when all are trained, so a
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_sdpipe.dealing.leases import (
@@ -323,9 +324,9 @@ class Dealer:
     # -------------------------------------------------------------- prediction
 
     def _seconds(self) -> list[float]:
-        """Return the seconds per batch of each pipeline; an unknown one is as fast as the others are on average."""
-        known = [account.seconds for account in self._accounts if account.seconds is not None]
-        typical = math.fsum(known) / len(known) if known else 1.0
+        """Return the seconds per batch of each pipeline; an unknown one is as fast as the median of the others."""
+        known = [account.seconds for account in self._accounts if account.present and account.seconds is not None]
+        typical = statistics.median_low(known) if known else 1.0
         return [typical if account.seconds is None else account.seconds for account in self._accounts]
 
     def _quotas(self, now: float) -> dict[int, int]:

@@ -62,6 +62,8 @@ class PipelineProgress:
         """Note how far the worker of ``stage`` is."""
         if done.seconds is not None:
             self.seconds = max(done.seconds, SHORTEST)
+        elif not done.batches:  # its speed is unknown, or unknown again
+            self.seconds = None
         if done.batches < self.trained.get(stage, 0):
             return  # an overtaken report
         self.trained[stage], self.loose[stage] = done.batches, done.loose

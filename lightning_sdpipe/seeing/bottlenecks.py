@@ -34,6 +34,8 @@ from lightning_sdpipe.seeing.recording import Recording, Series
 STALLS, MANY_STALLS = 0.10, 0.30
 """Shares of own time: from the first one on stalls are reported, and from the second on they exceed what a shared
 machine causes."""
+SELDOM = 2
+"""Longest updates of a worker without which there must be stalls, too: it compiled then, perhaps."""
 MEETINGS = 16
 """Least number of meetings by which a link is judged."""
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
@@ -66,9 +68,9 @@ def stalling(seen: Recording) -> list[Finding]:
     stalls = {worker: _Stalls(series) for worker, series in seen.series.items()}
     excess = {worker: each.excess for worker, each in stalls.items()}
     total, own = sum(excess.values()), sum(each.own for each in stalls.values())
-    share = total / own if own else 0.0
-    if share < STALLS:
+    if not own or sum(each.again for each in stalls.values()) < STALLS * own:
         return []
+    share = total / own
     worst = max(excess, key=excess.__getitem__)
     alone = excess[worst] >= max(0.5, min(0.8, 2 / len(excess))) * total
     late = [worst] if alone else sorted(excess)
@@ -123,6 +125,7 @@ class _Stalls:
         late = [at for at, us in enumerate(own) if us > usual]
         self.own = sum(own)
         self.excess = sum(own[at] - usual for at in late)
+        self.again = sum(sorted(own[at] - usual for at in late)[:-SELDOM])
         self.core = sum(max(0.0, series.core[at] - core) for at in late)
         self.phases = []
         for phase in range(OWN):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.pairing import uniform
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler.client.reporting import START
 from lightning_sdpipe.simulate import Work
 from recipes.suites.courses import Mean, Step, dealt
 
@@ -59,12 +61,15 @@ def test_four_epochs_on_devices_of_several_generations(config: PolicyConfig) -> 
 )
 @settings(max_examples=settings.default.max_examples // 4, deadline=None)
 def test_at_steady_speeds_nobody_waits_longer_than_one_batch_of_its_own(seconds: list[float], length: int) -> None:
-    """Once speeds are known, as they are in the third epoch: the first batch of all tells none."""
+    """From the third epoch on, if all speeds are known: the first batch of an epoch may tell a second too little, and
+    the slowest pipeline may be tried again."""
     steps, ends = run(NoSync(), len(seconds), length, constant(*seconds), 4)
+    trained = Counter((step.epoch, step.pipeline) for step in steps)
     for epoch, (begun, over) in enumerate(pairwise(ends)):
+        unknown = any(trained[epoch - 1, pipeline] < 2 for pipeline in range(len(seconds)))
         for pipeline, own in enumerate(seconds) if epoch > 1 else ():
             last = max((s.at for s in steps if (s.epoch, s.pipeline) == (epoch, pipeline)), default=begun)
-            assert over - last <= own * (1 + 1e-6)
+            assert over - last <= own * (1 + 1e-6) + max(START, *seconds) * unknown
 
 
 @given(

@@ -92,6 +92,14 @@ def test_stalls_in_turn_are_told_with_their_cause_and_what_others_stood_still(tm
     assert finding.advice[0].override == "sync=semi_decentralized"
 
 
+def test_updates_that_compile_are_no_stalls(tmp_path: Path) -> None:
+    def own(worker: Worker, number: int) -> dict[str, float]:
+        compiles = worker.pipeline == 2 and number in (1, 50)
+        return {"forward": STEADY(worker, number) + 5.0 * compiles}
+
+    assert "stalling" not in kinds(log_of(tmp_path, own))
+
+
 def test_many_stalls_are_more_than_a_note(tmp_path: Path) -> None:
     finding = only(log_of(tmp_path, stalls(0, 1, 2, 3, seconds=0.4)))
     assert (finding.kind, finding.severity) == ("stalling", "critical")

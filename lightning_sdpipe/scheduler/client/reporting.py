@@ -3,7 +3,6 @@ and, for a restarted scheduler, these leases."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +15,20 @@ _LONGEST_AGO = 1e6
 """Most seconds that a program can have waited for spans."""
 RECENT = 32
 """Batches whose mean length is reported."""
+START = 1.0
+"""Seconds that the start of a loader may take."""
+MOST_VAIN = 32
+"""Segments in a row after which a pipeline that was dealt nothing is tried again, at the latest."""
 
 
 class HeardLeases:
-    """The leases of the segment that is trained now, and how far the worker is."""
+    """The leases of the segment that is trained now, and how far the worker is.
+
+    The first batch of a segment takes longer than others: with it a loader starts, and the very first one may compile.
+    It counts only for later segments, if no other batch was timed: the others take no longer than it does, and if their
+    speed is unknown, :data:`START` less. A stall may be over, but a pipeline that is dealt nothing is never timed again:
+    after 1, 2, 4 … segments without a batch its speed is unknown again, until it gets batches in a segment by its speed.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -31,18 +40,19 @@ class HeardLeases:
         self._ended_at = 0.0
         self._begins = True
         """True if the next batch begins with the start of a loader."""
-        self._warm = False
-        """False before the first batch of all, whose length says nothing: a pipeline that was slow to start would get
-        no other batch where others train an epoch meanwhile."""
         self._first: float | None = None
-        """Seconds that the last batch with the start of a loader took, used only while no other batch was timed."""
+        """Seconds of the last batch that did, in this segment."""
+        self._timed = self._tried = False
+        """Whether another batch of this segment was timed, and whether the pipeline is tried again in it."""
+        self._vain, self._patience = 0, 1
+        """Segments in a row without a batch, and after how many the pipeline is tried again."""
         self._lengths: deque[float] = deque(maxlen=RECENT)
 
     def begin(self, segment: Segment) -> None:
         """Start ``segment``, unless it is trained already."""
         if segment != self._segment:
-            if self._lengths and not self._trained:  # one stall must not keep it from all batches for ever
-                self._lengths = deque([statistics.median_low(self._lengths)], RECENT)
+            self._look_back()
+            self._first, self._timed = None, False
             self._segment, self._leases, self._trained, self._loose = segment, {}, 0, 0
             self._ended_at, self._begins, self.stops = self._clock(), True, False
 
@@ -60,21 +70,34 @@ class HeardLeases:
         now = self._clock()
         if batches > self._trained:
             length = (now - self._ended_at) / (batches - self._trained)
-            if not self._begins:
+            if self._begins:
+                self._begins, self._first = False, length
+            else:
+                self._timed = True
                 self._lengths.append(length)
-            elif self._warm:
-                self._first = length
-            self._warm = True
-        self._trained, self._ended_at, self._begins, self._loose = batches, now, False, loose
+        self._trained, self._ended_at, self._loose = batches, now, loose
 
     def done(self) -> Done:
         """Return the worker's progress in this segment."""
-        seconds = sum(self._lengths) / len(self._lengths) if self._lengths else self._first
+        seconds = sum(self._lengths) / len(self._lengths) if self._lengths else None
         return Done(self._trained, seconds, self._clock() - self._ended_at, self._loose, self.stops)
 
     def progress(self) -> tuple[Segment, Done] | None:
         """Return the segment and the worker's progress; None before its first segment."""
         return None if self._segment is None else (self._segment, self.done())
+
+    def _look_back(self) -> None:
+        """Keep what the segment that ends has shown of the pipeline's speed."""
+        if self._trained:
+            self._vain, self._patience, self._tried = 0, self._patience if self._tried else 1, False
+        if self._first is not None and not self._timed:
+            if not self._lengths or sum(self._lengths) > self._first * len(self._lengths):
+                self._lengths = deque([self._first - START] if self._first > START else [], RECENT)
+        elif self._lengths and not self._trained:
+            self._vain += 1
+            if self._vain >= self._patience:
+                self._lengths.clear()
+                self._vain, self._patience, self._tried = 0, min(2 * self._patience, MOST_VAIN), True
 
     def book(self) -> Book | None:
         """Return all leases of this segment, in order, and whether it is over."""

@@ -124,6 +124,8 @@ class ElasticBatchSource(DealtBatchSource):
             raise SIGTERMException
         self._duties.give(command.text, self.state)
         self._duties.commands.done()  # no stage comes to the next barrier before all have reported
+        if self._turns.underway:
+            self._client.trained(self._trained, self._turns.loose)  # what that took is of no batch
 
     @property
     def _lacks_batch(self) -> bool:

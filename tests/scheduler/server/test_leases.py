@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,26 +158,46 @@ def test_the_length_of_batches_leaves_out_the_start_of_a_loader() -> None:
     assert heard.book() == Book(Segment(5, 0, 20, 30), (), False, Done(0, 2.0, 0.0))
 
 
-def test_the_start_of_a_loader_counts_while_nothing_else_is_known_but_not_the_first_of_all() -> None:
-    now = [0.0]
-    heard = HeardLeases(lambda: now[0])
-    for number, expected in enumerate((None, 5.0)):
-        heard.begin(Segment(number, 0, 0, 1))
-        now[0] += 5.0
-        heard.trained(1)
-        assert heard.done().seconds == expected
+def told(heard: HeardLeases, now: list[float], *segments: Sequence[float]) -> list[float | None]:
+    """Train batches of these lengths; return what is said of the speed as each segment begins, and at the end."""
+    said = []
+    for number, lengths in enumerate([*segments, ()]):
+        heard.begin(Segment(1, number, 0, 10))
+        said.append(heard.done().seconds)
+        for batches, length in enumerate(lengths, 1):
+            now[0] += length
+            heard.trained(batches)
+    return said
 
 
-def test_one_stall_does_not_keep_a_pipeline_from_all_later_segments() -> None:
-    """While it stalled, others have trained all; with the mean of its batches' lengths they would always be faster."""
+def heard_at() -> tuple[HeardLeases, list[float]]:
     now = [0.0]
-    heard = HeardLeases(lambda: now[0])
-    heard.begin(S)
-    for batches, at in enumerate((30.0, 31.0, 32.0, 92.0), 1):
-        now[0] = at
-        heard.trained(batches)
-    assert heard.done().seconds == (1.0 + 1.0 + 60.0) / 3
-    heard.begin(Segment(5, 0, 20, 30))
-    assert heard.done().seconds == (1.0 + 1.0 + 60.0) / 3, "it may be slow"
-    heard.begin(Segment(6, 0, 30, 40))
-    assert heard.done().seconds == 1.0
+    return HeardLeases(lambda: now[0]), now
+
+
+@pytest.mark.parametrize(
+    ("segments", "said"),
+    [
+        ([(9.0,), (0.5,), (0.5,)], [None, 8.0, None, None]),  # in which the loader begins, or a batch compiles
+        ([(9.0, 60.0), (), ()], [None, 60.0, None, None]),  # all others were trained while it stalled
+        ([(9.0, 60.0), (), (1.0, 2.0), (0.1, 4.0)], [None, 60.0, None, 2.0, 3.0]),
+        ([(1.0, 1.0, 20.0, 1.0), (0.5,), (0.5, 0.4)], [None, 22.0 / 3, None, 0.4]),  # one of each segment is not timed
+        ([(0.5, 0.4), (0.5,), (0.5,)], [None, 0.4, 0.4, 0.4]),
+    ],
+)
+def test_a_slow_batch_does_not_keep_a_pipeline_from_all_later_ones(segments: Any, said: Any) -> None:
+    assert told(*heard_at(), *segments) == pytest.approx(said)
+
+
+def test_a_slow_pipeline_is_tried_again_more_and_more_seldom_until_it_holds_its_own() -> None:
+    heard, now = heard_at()
+    tried, known = [], [60.0]
+    for number in range(120):
+        heard.begin(Segment(1, number, 0, 10))
+        if heard.done().seconds is None:
+            tried.append(number)
+            now[0] += 61.0
+            heard.trained(1)
+    assert tried == [0, 2, 5, 10, 19, 36, 69, 102]
+    assert told(heard, now, (), known, (0.5, 0.5), (), ())[-1] is None
+
