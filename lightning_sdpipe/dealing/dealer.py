@@ -8,7 +8,8 @@ start) batches are each dealt once. A segment is over when all are trained, so a
   too, is the same for all: the stages of a pipeline must empty themselves after the same batch.
 - A batch goes to the pipeline that is predicted to finish it first, after all that it was dealt and has not trained.
   For batches of one size that minimises the end of the last one: at steady, known speeds no pipeline waits longer than
-  one of its own batches takes. It takes from the head of its home shard; then from the tail of the one that would end last.
+  one of its own batches takes. It takes from the head of its home shard; then from the tail of the one that would end
+  last.
 - Leases are half of what a pipeline is expected to train yet (guided self-scheduling, Polychronopoulos and Kuck 1987),
   but no less than a second of work, and no more than two, or a 256th of what it is expected to train. So a pipeline
   asks rarely, a device that slows down holds little, and a stop takes effect soon.

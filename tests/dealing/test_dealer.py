@@ -85,7 +85,8 @@ def test_a_stop_ends_the_segment_when_all_is_trained_that_was_dealt() -> None:
     assert [lease.stop for lease in desk.ask(1, 3, 1.0, now=3.0)] == [3]
 
     before, desk.segment, desk.ordinals = desk.segment, Segment(1, 0, 3, 64), [0, 0]
-    assert brief(desk.ask(0, 0, 1.0, now=4.0)) == [(0, 0, 3, 5)], "training goes on where the user does not stop it after all"
+    again = brief(desk.ask(0, 0, 1.0, now=4.0))
+    assert again == [(0, 0, 3, 5)], "training goes on where the user does not stop it after all"
     assert desk.dealer.answer(0, before, 4) == Lease(before, 0, 4, 0, 3, 3, 6.0, 0.0, over=True)
 
     new = Desk(2, segment=before)

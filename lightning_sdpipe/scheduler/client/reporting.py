@@ -26,8 +26,8 @@ class HeardLeases:
 
     The first batch of a segment takes longer than others: with it a loader starts, and the very first one may compile.
     It counts only for later segments, if no other batch was timed: the others take no longer than it does, and if their
-    speed is unknown, :data:`START` less. A stall may be over, but a pipeline that is dealt nothing is never timed again:
-    after 1, 2, 4 … segments without a batch its speed is unknown again, until it gets batches in a segment by its speed.
+    speed is unknown, :data:`START` less. A stall may be over, but a pipeline that is dealt nothing is never timed
+    again: after 1, 2, 4 … segments without a batch its speed is unknown again, until it gets batches by its speed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
