@@ -200,4 +200,3 @@ def test_a_slow_pipeline_is_tried_again_more_and_more_seldom_until_it_holds_its_
             heard.trained(1)
     assert tried == [0, 2, 5, 10, 19, 36, 69, 102]
     assert told(heard, now, (), known, (0.5, 0.5), (), ())[-1] is None
-
