@@ -18,9 +18,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_sdpipe.scheduler.server.process import reserve_port
-from recipes.suites.elastic import Diary, Record, Work, read_records, said, set_up
+from recipes.harness.pipelines import Record, Traces, set_up
+from recipes.suites.elastic import UpdateDiary, Work
 from recipes.suites.emulated import LEARNING_RATE, EmulatedChain, passes
-from recipes.suites.trainings import make_trainer, random_features
+from recipes.suites.trainings import make_trainer, quiet, random_features
 
 
 def run(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Record], float]:
@@ -48,7 +49,7 @@ def run(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Recor
             processes[victim].join(120)
             if processes[victim].exitcode != -signal.SIGKILL:
                 code = processes[victim].exitcode
-                raise RuntimeError(f"torchft's victim ended with {code}: {said(Path(directory))}")
+                raise RuntimeError(f"torchft's victim ended with {code}: {Traces(Path(directory)).said()}")
             time.sleep(seconds)
         finally:
             for process in processes:
@@ -56,17 +57,19 @@ def run(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Recor
                 process.join()
             server.kill()
             server.wait()
-        records = read_records(Path(directory))
+        records = Traces(Path(directory)).records()
     return records, records[victim].times("strikes")[0]
 
 
 def replica(work: Work, directory: Path, number: int, lighthouse: str, dies_at: int | None) -> None:
     """Be a replica group of one process, in that process, which kills itself before the update ``dies_at``, if it is
     given."""
-    name, port = f"0001-{number}-0", reserve_port()
+    port = reserve_port()
     own = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(number), "GLOO_SOCKET_IFNAME": "lo"}
-    diary = set_up(directory, name, own)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+    set_up(directory / f"0001-{number}-0")
+    quiet()
+    diary = UpdateDiary()
+    os.environ |= {**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     import torchft  # type: ignore[import-not-found, unused-ignore]
 
@@ -119,8 +122,8 @@ class Replica(EmulatedChain):
         blocks, optimizer = self._wrapped
         if self._dies_at is not None and batch_idx >= self._dies_at:
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, Diary):
-                    callback.say("strikes")
+                if isinstance(callback, UpdateDiary):
+                    callback.say(strikes=batch_idx)
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         self.manual_backward(blocks(batch).mean())

@@ -13,7 +13,7 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.topology.groups import Replicas
 from lightning_sdpipe.worker.elastic import state_transfer
+from recipes.harness.processes import hook
 
 ON_THE_WAY = 3
 """Latencies before a state has come, besides its size over the rate: both sides connect, and it is sent."""
@@ -60,7 +61,7 @@ class Late:
 
 def arrive_late(seconds: float) -> None:
     """Make messages to this process arrive so much later, until it ends."""
-    begin, receive = transfers.begin, state_transfer.receive_state
+    begin = transfers.begin
 
     def begin_late(
         outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], replicas: Replicas, tag: int
@@ -72,13 +73,8 @@ def arrive_late(seconds: float) -> None:
             under_way.messages[place] = message._replace(work=late)
         return under_way
 
-    def receive_late(*arguments: Any) -> dict[str, Any]:
-        state = receive(*arguments)
-        time.sleep(ON_THE_WAY * seconds)
-        return state
-
     transfers.begin = begin_late
-    setattr(state_transfer, "receive_state", cast(Callable[..., Any], receive_late))  # noqa: B010  # of another signature
+    hook(state_transfer, "receive_state", lambda *_: time.sleep(ON_THE_WAY * seconds), after=True)
 
 
 class DelayedLines:

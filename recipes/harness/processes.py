@@ -82,6 +82,22 @@ def be_rank(rank: int, count: int, port: int | None, **more: object) -> None:
     os.environ |= {name: str(value) for name, value in (place | meet | more).items()}
 
 
+def hook(owner: Any, name: str, does: Callable[..., object], after: bool = False) -> None:
+    """Let ``does`` be called, with the same arguments, before each call of this function of a class or module, or after
+    it; in this process, until it ends."""
+    whole = getattr(owner, name)
+
+    def hooked(*arguments: Any, **more: Any) -> Any:
+        if not after:
+            does(*arguments, **more)
+        outcome = whole(*arguments, **more)
+        if after:
+            does(*arguments, **more)
+        return outcome
+
+    setattr(owner, name, hooked)
+
+
 def in_processes(
     count: int,
     work: Callable[..., Result],

@@ -215,12 +215,12 @@ def test_pipelines_of_an_elastic_run_come_are_killed_and_come_back(tmp_path: Pat
         accelerator.register()
         jobs.fit(tmp_path, 64, {"sync": SemiDecentralized()}, accelerator.Fake())
 
-    with jobs.elastic_run(tmp_path, 1, 2, "--start-pipelines", "1") as run:
+    with jobs.elastic_run(tmp_path, 1, 2, start_pipelines=1) as run:
         run.start(0, work)
         run.wait_for_turns([0], 5)
-        newcomer = run.start(1, work)  # which gets its state from the other
+        run.start(1, work)  # which gets its state from the other
         run.wait_for_turns([0, 1], 5)
-        newcomer.kill()
+        run.end(1)
         run.wait_for_turns([0], 5)
         run.start(1, work)
         run.wait_for_turns([0, 1], 20)

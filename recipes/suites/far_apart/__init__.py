@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from recipes.harness.namespaces import hosts, inside
-from recipes.suites.elastic import Record, Work, World, said
+from recipes.harness.pipelines import Record
+from recipes.suites.elastic import Work, World
 from recipes.suites.emulated import FEATURES, EmulatedChain, passes
 from recipes.suites.far_apart.samples import PacedBert, Text, learn_together, loader, losses, reached, rows_of, target
 from recipes.suites.grid import Goal, Ratios, Row, chosen, ratios, values
@@ -186,22 +186,13 @@ def on_links(
             if not rated:
                 islands = replace(islands, latency=0.0)
             with world_of(islands, rate if rated else None) as world:
-                world.start()
-                world.wait(partial(_finished, world, islands.num_pipelines), "all to finish", 900.0)
-                records = world.records()
+                records = world.finish(900.0)
             row = {"run": "link", "repeat": 0, "method": name, "rate_mbit": rate, "published": published, "goal": goal}
             in_full = 32e-6 * islands.num_parameters / rate
             row |= paced(records, islands.num_pipelines * every, islands.num_pipelines * steps)
             rows.append({**row, "in_full": 1.3 * in_full + islands.batch_seconds})
             print(rows[-1], flush=True)
     return rows
-
-
-def _finished(world: World, pipelines: int) -> bool:
-    codes = [code for pipeline in range(pipelines) for code in world.exit_codes(pipeline)]
-    if any(codes):
-        raise ChildProcessError(f"pipelines ended with exit codes {codes}; {said(world.directory)}")
-    return codes == [0] * pipelines
 
 
 def paced(records: Sequence[Record], every: int, steps: int) -> Row:
@@ -239,12 +230,12 @@ def measured(records: Sequence[Record], islands: Islands) -> Row:
         ValueError: a mini-batch was never trained.
     """
     trained = sorted(
-        (line["at"], tuple(line["samples"]), record.pipeline) for record in records for line in record.said("trained")
+        (line["at"], tuple(line["trained"]), record.pipeline) for record in records for line in record.said("trained")
     )
     last = {samples: pipeline for _, samples, pipeline in trained}
     if len(last) != islands.batches:
         raise ValueError(f"{len(last)} of {islands.batches} mini-batches were trained")
-    seconds = trained[-1][0] - min(at for record in records for at in record.times("start"))
+    seconds = trained[-1][0] - min(at for record in records for at in record.times("started"))
     useful = sum(islands.seconds(pipeline) for pipeline in last.values())
     nodes = islands.num_pipelines
     return {

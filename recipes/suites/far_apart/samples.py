@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import get_constant_schedule_with_warmup
 
+from recipes.harness.pipelines import Record
 from recipes.language import LanguageModel
-from recipes.suites.elastic import Record
 from recipes.text.data import PydocText
 from recipes.text.tokens import Batch, Masking
 
@@ -107,9 +107,9 @@ def losses(records: Sequence[Record]) -> list[float]:
     for record in records:
         samples: tuple[int, ...] | None = None
         for line in record.lines:
-            if line["what"] == "trained":
-                samples = tuple(line["samples"])
-            elif line["what"] == "update" and samples is not None and line["loss"] is not None:
+            if "trained" in line:
+                samples = tuple(line["trained"])
+            elif "update" in line and samples is not None and line["loss"] is not None:
                 last[samples] = max(last.get(samples, (0.0, 0.0)), (line["at"], line["loss"]))
                 samples = None
     return [loss for _, loss in sorted(last.values())]

@@ -24,7 +24,8 @@ import hydra
 from lightning_sdpipe.exchange.options import Exchange
 from recipes.harness import small_disks
 from recipes.harness.namespaces import NotAllowed
-from recipes.suites.elastic import Fault, Record, Work, World
+from recipes.harness.pipelines import Record
+from recipes.suites.elastic import Fault, Work, World
 from recipes.suites.faults import elastic_overhead, torchft_peer
 from recipes.suites.grid import Parts, Ratios, Row, chosen, ratio, run_parts, values
 
@@ -144,14 +145,14 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
     with (
         tempfile.TemporaryDirectory() as directory,
         small_disks.disk(Path(directory, phase.removeprefix("full_"))) if full else nullcontext(),
-        World(Path(directory), work, SILENCE) as it,
+        World(Path(directory), work, worker_timeout=SILENCE) as it,
     ):
         rank = {"first_stage": work.num_stages - 1}.get(role, 0)
         victims = {"two_at_once": [0, VICTIM], "all_but_one": [1, VICTIM]}.get(
             phase, [0] if role in ("leader", "donor") else [VICTIM]
         )
         inside = not full and phase not in ("scheduler", "donor", "newcomer", *FROM_OUTSIDE)
-        it.start(dict.fromkeys(victims, Fault(phase, after)) if inside else {}, rank)
+        it.launch_all(dict.fromkeys(victims, Fault(phase, after)) if inside else {}, rank)
         it.wait(lambda: min(map(it.updates, range(work.num_pipelines))) >= after - 1, f"{after} updates of all")
         if phase == "scheduler" or full:
             killed, victims = time.monotonic(), []
@@ -260,7 +261,7 @@ def _figures(
         "beyond_s": longest - median,
         "join_beyond_s": in_join - median,
         "newcomer_s": contributes - asked if victims else None,
-        "transfer_s": max((line["seconds"] for record in newest for line in record.said("received")), default=0.0),
+        "transfer_s": max((line["received"] for record in newest for line in record.said("received")), default=0.0),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import hydra
 
 from lightning_sdpipe.sync import AllReduce
-from recipes.suites.elastic import Work, World, said
+from recipes.suites.elastic import Work, World
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 from recipes.suites.trainings import Named, Training, quiet, train
 
@@ -74,12 +74,8 @@ Used = list[list[tuple[float, float]]]
 
 def _elastic(work: Work) -> Used:
     with tempfile.TemporaryDirectory() as directory, World(Path(directory), work) as it:
-        it.start()
-        pipelines = range(work.num_pipelines)
-        it.wait(lambda: not any(map(it.lives, pipelines)), "the end of the run", LONGEST)
-        if any(code for pipeline in pipelines for code in it.exit_codes(pipeline)):
-            raise RuntimeError(f"an elastic run without faults failed: {said(it.directory)}")
-        return [[(line["at"], line["processor"]) for line in record.said("update")] for record in it.records()]
+        records = it.finish(LONGEST)
+        return [[(line["at"], line["processor"]) for line in record.said("update")] for record in records]
 
 
 def _ordinary(case: Training) -> Used:

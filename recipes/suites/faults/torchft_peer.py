@@ -17,7 +17,8 @@ from typing import Any
 import hydra
 
 from recipes.baselines.torchft_replica import run
-from recipes.suites.elastic import Fault, Record, Work, World
+from recipes.harness.pipelines import Record
+from recipes.suites.elastic import Fault, Work, World
 from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
 
 VICTIM = 2
@@ -79,7 +80,7 @@ def _figures(survivors: Sequence[Record], killed: float) -> dict[str, float]:
 
 def _ours(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Record], float]:
     with tempfile.TemporaryDirectory() as directory, World(Path(directory), work) as it:
-        it.start({victim: Fault("forward", after)})
+        it.launch_all({victim: Fault("forward", after)})
         it.wait(lambda: not it.lives(victim), "the death of one")
         time.sleep(seconds)
         records = it.records()

@@ -38,8 +38,9 @@ from lightning_sdpipe.sync.methods import check as check_combination
 from lightning_sdpipe.sync.methods import method_for
 from lightning_sdpipe.worker.options import Schedule
 from recipes.harness.namespaces import NotAllowed, hosts, inside
+from recipes.harness.pipelines import Record
 from recipes.harness.small_disks import disk
-from recipes.suites.elastic import Record, Work, World, said
+from recipes.suites.elastic import Work, World
 from recipes.suites.grid import Ratios, Row, ratio
 from recipes.suites.soak.events import CUTS, FULL, SILENCE, Events
 from recipes.suites.trainings import quiet
@@ -52,8 +53,8 @@ CHECKPOINT_EVERY = 20
 
 
 class Here(NamedTuple):
-    """The place of the runs: namespaces of the network, as :class:`~recipes.suites.elastic.World` has them; and why an
-    event cannot be made here, by its kind."""
+    """The place of the runs: namespaces of the network, as :class:`~recipes.harness.pipelines.Pipelines` has them; and
+    why an event cannot be made here, by its kind."""
 
     hosts: Sequence[str]
     left_out: Mapping[str, str]
@@ -219,15 +220,15 @@ def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float,
         for kind, where in disks.items():
             if kind not in here.left_out:
                 stack.enter_context(disk(where))
-        world = stack.enter_context(World(directory, work, SILENCE, resumes, here.hosts))
+        world = stack.enter_context(World(directory, work, worker_timeout=SILENCE, resume=resumes, hosts=here.hosts))
         done = Events(world, draws, events, calm, frozenset(here.left_out), disks)
         try:
             done.until_the_end()
             records = world.records()
             if not done.ended:
                 codes = [code for pipeline in done.finished for code in world.exit_codes(pipeline)]
-                assert codes, f"no pipeline has finished: {said(directory)}"
-                assert not any(codes), f"exit codes {codes}: {said(directory)}"
+                assert codes, f"no pipeline has finished: {world.said()}"
+                assert not any(codes), f"exit codes {codes}: {world.said()}"
                 check(records, work, anew=bool({"scheduler", "leader_and_scheduler", "full_logs"} & done.what.keys()))
                 last = [line for record in records if record.rank == 0 for line in record.said("update")]
                 losses = [line["loss"] for line in last if line["epoch"] == work.epochs - 1]
@@ -250,16 +251,16 @@ def check(records: Sequence[Record], work: Work, anew: bool = False) -> None:
     if not anew:
         first = min((at for record in records for at in record.times("update")), default=float("inf"))
         for record in records:
-            late = max((line["at"] - first for line in record.said("start") if line["update"] == 0), default=0.0)
+            late = max((line["at"] - first for line in record.said("started") if line["started"] == 0), default=0.0)
             assert late < 2.0, f"a process of pipeline {record.pipeline} began anew {late:.1f} s after the first update"
     every = set(range(work.batches * BATCH))
     for epoch in range(work.epochs):
         trained: Counter[int] = Counter()
         by_survivors: Counter[int] = Counter()
         for record in [record for record in records if record.rank == 0]:
-            samples = [s for line in record.said("trained") if line["epoch"] == epoch for s in line["samples"]]
+            samples = [s for line in record.said("trained") if line["epoch"] == epoch for s in line["trained"]]
             trained.update(samples)
-            by_survivors.update(samples if record.said("end") else [])
+            by_survivors.update(samples if record.said("ended") else [])
         missing = every - trained.keys()
         assert not missing, f"{len(missing)} samples of epoch {epoch} were not trained: {sorted(missing)[:20]}"
         twice = [sample for sample, count in by_survivors.items() if count > 1]

@@ -10,15 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from recipes.harness import namespaces, small_disks
-from recipes.suites.elastic import Fault, World, said
+from recipes.suites.elastic import PHASES, Fault, World
 
 SILENCE = 2.0
 """The run's limit of silence."""
 STILL = 90.0  # seconds without an update of any pipeline, after which a run hangs
-INSIDE = (
-    *("forward", "backward", "optimizer", "waiting", "exchange", "half_sent", "step_end"),
-    *("checkpoint", "newcomer", "donor"),
-)
+INSIDE = [phase for phase in PHASES if phase not in ("pause", "validation")]
 CUTS, FULL = ("cut", "scheduler_cut"), ("full_checkpoints", "full_logs")
 WEIGHTS = {
     **{"kill": 24, "term": 6, "silent": 6, "stop": 12, "cut": 12, "scheduler": 6, "scheduler_cut": 8, "two": 8},
@@ -90,7 +87,7 @@ class Events:
             TimeoutError: it makes no progress, or has ended for another reason.
         """
         world = self._world
-        world.start()
+        world.launch_all()
         world.wait(lambda: len(world.members()) == len(self._everybody), "all to come")
         next_event = self._next(time.monotonic())
         try:
@@ -134,13 +131,12 @@ class Events:
                 self.ended = over
                 self._tell(f"the run has ended: {over}")
         if now - self._made_at > STILL:
-            raise TimeoutError(f"there was no update for {STILL:g} s; {said(self._world.directory)}")
+            raise TimeoutError(f"there was no update for {STILL:g} s; {self._world.said()}")
 
     def _fell(self, pipeline: int) -> bool:
         """Return whether its newest start was ended by its own hand."""
-        start = self._world.newest[pipeline]
-        diaries = self._world.directory.glob(f"{start:04d}-{pipeline}-*.diary")
-        return any('"what": "strikes"' in diary.read_text() for diary in diaries)
+        newest = self._world.records(pipeline)[-self._world.num_stages :]
+        return any(record.said("strikes") for record in newest)
 
     def _bury_and_start(self) -> None:
         now, world = time.monotonic(), self._world

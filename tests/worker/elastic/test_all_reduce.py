@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.errors import WorkerFailedError
@@ -24,6 +23,7 @@ from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round
 from lightning_sdpipe.exchange.references import CommonReference
 from lightning_sdpipe.sync import AllReduce
 from lightning_sdpipe.sync.present_averaging import PresentAveraging
+from recipes.harness.processes import hook
 from tests.worker.elastic.jobs import BATCH, SAMPLES, Diary, ElasticRun, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
@@ -46,7 +46,7 @@ class Rounds(Callback):
         def hear(outcome: Round) -> None:
             said = {"members": outcome.members, "batches": outcome.batches, "weight": outcome.weight}
             ways = {"again": rounds.again, "taken": rounds.taken}
-            self.diary.note(round=self.training.updates, epoch=trainer.current_epoch, **said, **ways)
+            self.diary.say(round=self.training.updates, epoch=trainer.current_epoch, **said, **ways)
             heard(outcome)
 
         rounds.on_round = hear
@@ -54,49 +54,38 @@ class Rounds(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         of = [p.detach().numpy().tobytes() for p in module.parameters() if not p.is_meta]
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-        self.diary.note(made=self.training.updates, digest=zlib.crc32(b"".join(of)), rates=rates)
+        self.diary.say(made=self.training.updates, digest=zlib.crc32(b"".join(of)), rates=rates)
 
 
 class Fault:
-    """Ends this process in the round of an ``update``, in a ``phase``: before it sends anything, when the first bucket
-    is on its way, or when the mean has come. Or it breaks off then, as if the mean had not come."""
+    """Ends this process in the round of an ``update``, in a ``phase``: when the first bucket is on its way, or when the
+    mean has come. Or it breaks off then, as if the mean had not come."""
 
     def __init__(self, phase: str, update: int) -> None:
         self.phase, self.update, self.broke = phase, update, False
 
     def inject(self) -> None:
-        begin, reduce, means, fault = PresentRounds.begin, PresentRounds._reduce, PresentRounds._means, self
-        combine = EncodedMean._combine
-
-        def strikes(rounds: PresentRounds, phase: str) -> None:
-            if fault.phase == phase and rounds.mark >= fault.update:
+        def strike(rounds: PresentRounds, *_: Any) -> None:
+            if rounds.mark >= self.update:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def begins(rounds: PresentRounds, *arguments: Any) -> None:
-            strikes(rounds, "before")
-            begin(rounds, *arguments)
-
-        def reduces(rounds: PresentRounds, tensor: Tensor) -> Any:
-            work = reduce(rounds, tensor)
-            strikes(rounds, "amid")
-            return work
-
-        def combines(mean: EncodedMean, *arguments: Any) -> None:
-            if fault.phase == "amid" and isinstance(mean.coding, CommonReference) and mean.coding.update >= self.update:
+        def strike_coded(mean: EncodedMean, *_: Any) -> None:
+            if isinstance(mean.coding, CommonReference) and mean.coding.update >= self.update:
                 os.kill(os.getpid(), signal.SIGKILL)
-            combine(mean, *arguments)
 
-        def comes(rounds: PresentRounds, sums: Any, seconds: float) -> Round:
-            strikes(rounds, "after")
-            if fault.phase == "breaks" and rounds.mark >= fault.update and not fault.broke:
-                fault.broke = True
+        def break_off(rounds: PresentRounds, *_: Any) -> None:
+            if rounds.mark >= self.update and not self.broke:
+                self.broke = True
                 raise WorkerFailedError("as if the mean had not come")
-            return means(rounds, sums, seconds)
 
-        PresentRounds.begin = begins  # type: ignore[method-assign]
-        PresentRounds._reduce = reduces  # type: ignore[method-assign]
-        PresentRounds._means = comes  # type: ignore[method-assign]
-        EncodedMean._combine = combines  # type: ignore[method-assign]
+        match self.phase:
+            case "amid":
+                hook(PresentRounds, "_reduce", strike, after=True)
+                hook(EncodedMean, "_combine", strike_coded)
+            case "after":
+                hook(PresentRounds, "_means", strike)
+            case "breaks":
+                hook(PresentRounds, "_means", break_off)
 
 
 def train(

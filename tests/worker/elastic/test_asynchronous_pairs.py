@@ -37,14 +37,14 @@ class Exchanges(Callback):
 
         def runs(group: Group, start: Callable[[Replicas], Pending]) -> bool:
             done: bool = run(group, start)
-            diary.note(exchange=group.sequence, done=done, asked=Worker(0, own) not in group.passive)
+            diary.say(exchange=group.sequence, done=done, asked=Worker(0, own) not in group.passive)
             return done
 
         def exchanges(pending: Pending, group: Group, replicas: Replicas) -> None:
             self.left -= (Worker(0, own) in group.passive) == (self.role == "answers")
             if self.role and self.left == 0:
                 pending.wait()
-                diary.note(broken=group.sequence)
+                diary.say(broken=group.sequence)
                 os.kill(os.getpid(), signal.SIGKILL)
             whole(pending, group, replicas)
 
@@ -88,8 +88,8 @@ def test_one_is_killed_amid_an_exchange_and_comes_back_and_one_is_told_to_leave(
 ) -> None:
     with elastic_run(tmp_path, 1, 3) as run:
         died = run.lose_and_regain(partial(train, tmp_path, exchange, role), partial(train, tmp_path, exchange))
-        run.jobs[1].signal(signal.SIGTERM)  # it answers those that have drawn it, and leaves
-        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        run.kill(1, number=signal.SIGTERM)  # it answers those that have drawn it, and leaves
+        run.wait(lambda: run.ended(1), "the end of pipeline 1")
         run.wait_for_turns([0, 2], 4)
         codes = run.finish()
         assert codes == {0: [0], 1: [143], 2: [0]}, run.said()

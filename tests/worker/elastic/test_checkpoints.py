@@ -40,14 +40,14 @@ def test_a_leader_is_killed_while_its_stages_write_and_the_next_one_writes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = partial(fit_and_be_killed_while_writing, tmp_path)
-    with elastic_run(tmp_path, 2, 2, "--resume", work=work) as run:
+    with elastic_run(tmp_path, 2, 2, resume=True, work=work) as run:
         run.wait((tmp_path / "killed").exists, "the beginning of the second checkpoint")
-        run.wait(run.jobs[0].ended, "the end of the leader's other stage")
+        run.wait(lambda: run.ended(0), "the end of the leader's other stage")
         run.wait(lambda: max(saved(run)) >= 40, "checkpoints of the next leader")
         assert not list(tmp_path.rglob("*.part")), "the half is removed"
-        for job in run.jobs:
-            job.kill()
         newest = max(saved(run))
+        for pipeline in range(2):
+            run.end(pipeline)
         for pipeline in range(2):
             run.start(pipeline, work)
         run.wait(lambda: all(len(run.rows(pipeline)) == 2 for pipeline in range(2)), "their first turns")

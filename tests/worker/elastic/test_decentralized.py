@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -13,28 +12,15 @@ from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.payloads import EightBit
 from lightning_sdpipe.sync import Decentralized
 from lightning_sdpipe.sync.peers import _Surviving
-from tests.worker.elastic.jobs import SAMPLES, elastic_run, fit
+from tests.worker.elastic.jobs import SAMPLES, die_in, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
 
-def kill_in_exchange(number: int) -> None:
-    """Ends this process in its exchange of that number, when it has taken a piece over, and the others wait for it or
-    have gone on."""
-    commit, seen = _Surviving.commit, [0]
-
-    def commits(pending: _Surviving) -> None:
-        commit(pending)
-        seen[0] += 1
-        if seen[0] == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    _Surviving.commit = commits  # type: ignore[method-assign]
-
-
 def train(directory: Path, sync: Decentralized, exchange: Exchange, num_stages: int, dies: bool = False) -> None:
     if dies and int(os.environ["RANK"]) == 0:
-        kill_in_exchange(8)
+        # It has taken a piece over, and the others wait for it or have gone on.
+        die_in(_Surviving, "commit", 8, after=True)
     fit(directory, SAMPLES, {"sync": sync, "exchange": exchange, "num_stages": num_stages})
 
 

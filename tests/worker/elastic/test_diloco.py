@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
 from lightning_sdpipe.sync.outer_rounds_averaging import meet
-from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, elastic_run, fit
+from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, die_in, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -46,36 +45,19 @@ class Bases(Callback):
             adopt(state, new, tensors, *sent)
             digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.codec.state()))
             made = state.rounds != before and bool(new.moved) and not new.received
-            diary.note(base=state.rounds, digest=digest, behind=bool(new.received), made=made)
+            diary.say(base=state.rounds, digest=digest, behind=bool(new.received), made=made)
 
         OuterState.adopt = adopts  # type: ignore[method-assign]
 
 
-def kill_in_round(phase: str, rounds: int) -> None:
-    """Ends this process in that round: before it sends its part, when it has sent it, or when it has the new base."""
-    make, adopt, seen = OuterState.make, OuterState.adopt, [0]
-
-    def makes(state: OuterState, *arguments: Any) -> NewBase:
-        seen[0] += 1
-        if phase == "begun" and seen[0] == rounds:
-            os.kill(os.getpid(), signal.SIGKILL)
-        new = make(state, *arguments)
-        if phase == "made" and seen[0] == rounds:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return new
-
-    def adopts(state: OuterState, *arguments: Any) -> None:
-        adopt(state, *arguments)
-        if phase == "adopted" and seen[0] == rounds:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    OuterState.make = makes  # type: ignore[method-assign]
-    OuterState.adopt = adopts  # type: ignore[method-assign]
+PHASES = {"begun": ("make", False), "made": ("make", True), "adopted": ("adopt", True)}
+"""Of a round: before it sends its part, when it has sent it, or when it has the new base."""
 
 
 def train(directory: Path, sync: Any, exchange: Exchange, phase: str = "", rank: int = 0) -> None:
     if phase and int(os.environ["RANK"]) == rank:
-        kill_in_round(phase, 3)
+        name, after = PHASES[phase]
+        die_in(OuterState, name, 3, after)
     os.environ["SDPIPE_HOST"] = "aab"[int(os.environ["SDPIPE_PIPELINE"])]
     fit(directory, SAMPLES, {"sync": sync, "exchange": exchange}, more=[Bases()])
 

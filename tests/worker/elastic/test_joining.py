@@ -23,6 +23,7 @@ from lightning_sdpipe.scheduler.client.client import Receive, Start
 from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.worker.elastic.elastic_batches import Duties, ElasticBatchSource
 from lightning_sdpipe.worker.elastic.joining import Fit, begin_together, compare, join
+from tests.exchange.threads import together
 from tests.sync.test_barriers import Epochs, Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
@@ -153,12 +154,7 @@ class Stages:
             place.loses(pipeline)
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._work, args=worker) for worker in self.workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-            assert not thread.is_alive()
+        together(len(self.workers), lambda number: self._work(*self.workers[number]))
 
     def _work(self, stage: int, pipeline: int) -> None:
         numbers = count()
@@ -246,8 +242,8 @@ def test_all_stages_begin_with_what_one_pipeline_has_whoever_is_lost(lost_before
 
     def before(moment: Moment) -> None:
         if moment == (lost_before, 1, 0):
-            together = () if lost_before == "gather" else range(3)
-            stages.wait_for(*[(lost_before, 0, pipeline) for pipeline in together])
+            those = () if lost_before == "gather" else range(3)
+            stages.wait_for(*[(lost_before, 0, pipeline) for pipeline in those])
             stages.lose(0)
             raise SystemExit
 

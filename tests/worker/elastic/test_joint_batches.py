@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.dealing.joint_rounds import JointRounds
 from lightning_sdpipe.sync import AllReduce
+from recipes.harness.processes import hook
 from tests.worker.elastic import jobs
 from tests.worker.elastic.jobs import BATCH, SAMPLES, Diary, ElasticRun, elastic_run, fit
 from tests.worker.elastic.test_all_reduce import Fault, Rounds
@@ -31,16 +32,15 @@ class Shares(Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        strategy, ended = trainer.strategy, JointRounds.ended
+        strategy = trainer.strategy
         assert isinstance(strategy, SDPipeStrategy)
         training = strategy.training
 
-        def ends(rounds: JointRounds, members: Sequence[int], trained: Sequence[int], *others: Any) -> None:
+        def ends(rounds: JointRounds, members: Sequence[int], trained: Sequence[int], *_: Any) -> None:
             shares = [[pipeline, places] for pipeline, places in rounds.turn().items()]
-            diary.note(shares=shares, there=trained, epoch=trainer.current_epoch, update=training.updates)
-            ended(rounds, members, trained, *others)
+            diary.say(shares=shares, there=trained, epoch=trainer.current_epoch, update=training.updates)
 
-        JointRounds.ended = ends  # type: ignore[method-assign]
+        hook(JointRounds, "ended", ends)
 
 
 def train(directory: Path, num_stages: int, fault: Fault | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning_sdpipe import Exchange
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.sync import LocalSGD
-from tests.worker.elastic.jobs import SAMPLES, Diary, elastic_run, fit
+from recipes.harness.processes import hook
+from tests.worker.elastic.jobs import SAMPLES, Diary, die_in, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
@@ -25,37 +25,21 @@ class Machines(Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        average = EncodedMean.average
-        seen: list[dict[int, str]] = [{}]
+        seen: list[list[Any]] = [[]]
 
-        def averages(mover: EncodedMean, *arguments: Any) -> Any:
-            hosts = dict(mover.hosts)  # type: ignore[arg-type]
-            result = average(mover, *arguments)
+        def averages(mover: EncodedMean, *_: Any) -> None:
+            hosts = sorted(dict(mover.hosts).items())  # type: ignore[arg-type]
             if hosts != seen[-1]:
                 seen.append(hosts)
-                diary.note(hosts=sorted(hosts.items()))
-            return result
+                diary.say(hosts=hosts)
 
-        EncodedMean.average = averages  # type: ignore[method-assign, assignment]
-
-
-def kill_in_exchange(number: int) -> None:
-    """Ends this process within its exchange of that number, when others of its group have begun to send."""
-    local, seen = EncodedMean._of_host, [0]
-
-    def of_host(*arguments: Any) -> Any:
-        seen[0] += 1
-        if seen[0] == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return local(*arguments)
-
-    EncodedMean._of_host = of_host  # type: ignore[method-assign, assignment]
+        hook(EncodedMean, "average", averages, after=True)
 
 
 def train(directory: Path, host: str, sync: Any, exchange: Exchange, dies_in: int = 0) -> None:
     os.environ["SDPIPE_HOST"] = host
     if dies_in:
-        kill_in_exchange(dies_in)
+        die_in(EncodedMean, "_of_host", dies_in)  # when others of its group have begun to send
     fit(directory, SAMPLES, {"sync": sync, "exchange": exchange}, more=[Machines()] if exchange != Exchange() else ())
 
 

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from recipes.harness import namespaces
 from tests.namespaces import hosts
 from tests.patience import limit
 from tests.worker.elastic import jobs
-from tests.worker.elastic.jobs import SAMPLES, ByHand, Diary, Model, elastic_run, fit, sums
+from tests.worker.elastic.jobs import SAMPLES, ByHand, Diary, ElasticRun, Model, elastic_run, fit, sums
 
 pytestmark = pytest.mark.distributed
 
@@ -67,8 +69,8 @@ def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={"num_stages": 2}, average=True)
     with elastic_run(tmp_path, 2, 2, work=work) as run:
         run.wait_for_turns([0, 1], 10)
-        run.jobs[0].signal(signal.SIGKILL, rank=1)  # stage 0 of the leader
-        run.wait(run.jobs[0].ended, "the end of the other stage")
+        run.kill(0, rank=1)  # stage 0 of the leader
+        run.wait(lambda: run.ended(0), "the end of the other stage")
         run.wait_for_turns([1], 5)
         run.start(0, work)
         run.wait_for_newcomer(0)
@@ -93,14 +95,18 @@ def fit_on_host(directory: Path, placement: Path, host: str) -> None:
 
 
 def test_stages_are_ordered_by_the_placement_and_of_a_newcomer_it_does_not_know_as_by_default(tmp_path: Path) -> None:
+    """Also under a scheduler that is killed and started again."""
     path = tmp_path / "placement.json"
     write_placement(path, Placement("a test", {}, False, None, (("near:1", "near:2", "near:0"),)))
     with elastic_run(tmp_path, 3, 2) as run:
         for pipeline, host in enumerate(("near", "far")):
             run.start(pipeline, partial(fit_on_host, tmp_path, path, host))
         run.wait_for_turns([0, 1], 10)
+        run.restart_scheduler()
+        run.wait_for_turns([0, 1], 15)
         codes = run.finish()
         assert codes == {0: [0] * 3, 1: [0] * 3}, run.said()
+        assert all(max(counts.values()) <= 2 for counts in run.trained().values())  # a shuffled epoch may be padded
         near, far = ([run.rows(pipeline, rank)[0][0]["state"] for rank in range(3)] for pipeline in (0, 1))
         assert near == [far[0], far[2], far[1]], "pipelines that begin together, begin equal, stage by stage"
         assert len({tuple(held) for held in near}) == 3
@@ -155,11 +161,11 @@ def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
     with elastic_run(tmp_path, 1, 3, work=work) as run:
         run.wait_for_turns([0, 1, 2], 25)
-        run.jobs[0].signal(signal.SIGKILL)  # the oldest, and of those that began together the first, leads
+        run.kill(0)  # the oldest, and of those that began together the first, leads
         run.wait_for_turns([1, 2], 10)
         run.wait_for_turns([1, 2], 10)
-        left = run.jobs[1].signal(signal.SIGTERM)
-        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        left = run.kill(1, number=signal.SIGTERM)
+        run.wait(lambda: run.ended(1), "the end of pipeline 1")
         run.wait_for_turns([2], 30)
         codes = run.finish()
         assert codes == {0: [-signal.SIGKILL], 1: [128 + signal.SIGTERM], 2: [0]}, run.said()
@@ -193,13 +199,13 @@ def fit_and_stop_while_writing(directory: Path) -> None:
 
 def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_next_one(tmp_path: Path) -> None:
     work = partial(fit_and_stop_while_writing, tmp_path)
-    with elastic_run(tmp_path, 1, 2, "--worker-timeout", "2", work=work) as run:
+    with elastic_run(tmp_path, 1, 2, worker_timeout=2.0, work=work) as run:
         run.wait(lambda: "pipeline 0 is gone" in run.said(), "the loss of the leader")
         run.wait(lambda: any(tmp_path.rglob("last.ckpt")), "a checkpoint of the next leader")
         (path,) = tmp_path.rglob("last.ckpt")
         before = torch.load(path, weights_only=False)["global_step"]
-        run.jobs[0].signal(signal.SIGCONT)
-        run.wait(run.jobs[0].ended, "the end of the one that woke up")
+        run.kill(0, number=signal.SIGCONT)
+        run.wait(lambda: run.ended(0), "the end of the one that woke up")
         assert torch.load(path, weights_only=False)["global_step"] >= before
         codes = run.finish()
         assert codes == {0: [1], 1: [0]}, run.said()
@@ -212,15 +218,13 @@ def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_n
 @pytest.mark.parametrize("scheduler", ["lives", pytest.param("dies, too", marks=pytest.mark.slow)])
 def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path, scheduler: str) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 2, "--resume", work=work) as run:
+    with elastic_run(tmp_path, 1, 2, resume=True, work=work) as run:
         run.wait_for_turns([0, 1], 25)
-        for job in list(run.jobs):
-            job.signal(signal.SIGKILL)
+        for pipeline in range(2):
+            run.kill(pipeline)
         if scheduler != "lives":
-            run.scheduler.kill()
-            run.scheduler.wait()
-            run.start_scheduler()
-        run.wait(lambda: all(job.ended() for job in run.jobs), "the end of all")
+            run.restart_scheduler()
+        run.codes("the end of all")
         for pipeline in range(2):
             run.start(pipeline, work)
         run.wait(lambda: all(len(run.rows(pipeline)) == 2 for pipeline in range(2)), "their first turns")
@@ -232,24 +236,9 @@ def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp
         assert min(started) >= 10
         assert "start again from" in run.said()
         assert f"step={min(started)}.ckpt" in run.said()
-        assert not list(tmp_path.glob("newest*")), "the run has finished"
+        assert not list((tmp_path / "logs").glob("newest*")), "the run has finished"
         run.check_samples()
         run.check_replicas([0, 1])
-
-
-def test_the_scheduler_is_killed_and_started_again(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 2, work=work) as run:
-        run.wait_for_turns([0, 1], 15)
-        run.scheduler.kill()
-        run.scheduler.wait()
-        run.start_scheduler()
-        run.wait_for_turns([0, 1], 15)
-        codes = run.finish()
-        assert codes == {0: [0], 1: [0]}, run.said()
-        run.check_samples()
-        run.check_replicas([0, 1])
-        assert all(max(counts.values()) <= 2 for counts in run.trained().values())  # a shuffled epoch may be padded
 
 
 class MyTime(Timer):
@@ -269,7 +258,7 @@ class NotedSaves(ModelCheckpoint):
         before = self._last_global_step_saved
         super().on_train_batch_end(trainer, *more)
         if self._last_global_step_saved != before:
-            diary.note(saves=trainer.global_step)
+            diary.say(saves=trainer.global_step)
 
 
 def fit_by_the_clock(directory: Path, num_stages: int) -> None:
@@ -287,16 +276,15 @@ def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
 
     with elastic_run(tmp_path, num_stages, 3, work=work) as run:
         run.wait_for_turns([0, 1, 2], 10)
-        run.jobs[2].signal(signal.SIGKILL)
-        run.wait(run.jobs[2].ended, "the end of pipeline 2")
+        run.kill(2)
+        run.wait(lambda: run.ended(2), "the end of pipeline 2")
         (tmp_path / "late-1").touch()  # which does not lead
         run.start(2, work)
         run.wait_for_newcomer(2)
         run.wait_for_turns([0, 1, 2], 10)
-        assert not any(job.ended() for job in run.jobs if job is not run.jobs[2]), run.said()
-        run.jobs[0].signal(signal.SIGKILL)
-        run.wait(lambda: all(job.ended() for job in run.jobs), "the end by the next leader's clock")
-        codes = {job.pipeline: job.ended_with() for job in run.jobs}
+        assert not any(map(run.ended, range(3))), run.said()
+        run.kill(0)
+        codes = run.codes("the end by the next leader's clock")
         assert codes[1] == codes[2] == [0] * num_stages, run.said()
         run.check_replicas([1, 2])
         old, new = run.rows(1)[-1], run.rows(2)[-1]
@@ -308,9 +296,9 @@ def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
 
 def test_too_few_wait_for_more(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    with elastic_run(tmp_path, 1, 2, "--min-pipelines", "2", work=work) as run:
+    with elastic_run(tmp_path, 1, 2, min_pipelines=2, work=work) as run:
         run.wait_for_turns([0, 1], 10)
-        run.jobs[0].signal(signal.SIGKILL)
+        run.kill(0)
         run.wait(lambda: "training waits for more" in run.said(), "the pause")
         paused_at = time.monotonic()
         run.start(0, work)
@@ -331,29 +319,38 @@ def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
         run.start(5, partial(work, beside=1.5))  # two at once, above the number by which an epoch is counted
         run.start(3, work)
         run.wait(lambda: all(run.turns(i) > 8 for i in (3, 5)), "the newcomers' turns")
-        run.jobs[0].signal(signal.SIGKILL)  # two at once, all but newcomers
-        run.jobs[1].signal(signal.SIGKILL)
+        run.kill(0)  # two at once, all but newcomers
+        run.kill(1)
         run.wait_for_turns([3, 5], 12)
         codes = run.finish()
         assert codes == {0: [-9], 1: [-9], 3: [0], 5: [0]}, run.said()
         run.check_samples()
         run.check_replicas([3, 5])
         assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]
-        said = (tmp_path / "output.txt").read_text()
-        assert "different training data: sample 0 on pipeline 5 differs from that on pipeline" in said
+        assert "different training data: sample 0 on pipeline 5 differs from that on pipeline" in run.said()
+
+
+@contextmanager
+def on_hosts(directory: Path, num_pipelines: int, work: Callable[[], None]) -> Iterator[ElasticRun]:
+    """Each pipeline has a host of its own, and so has the scheduler, the last one."""
+    with (
+        hosts(num_pipelines + 1) as names,
+        namespaces.inside(names[-1]),
+        elastic_run(directory, 1, num_pipelines, worker_timeout=2.0, hosts=names, work=work) as run,
+    ):
+        yield run
 
 
 def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    options = ("--worker-timeout", "2")
-    with hosts(2) as both, elastic_run(tmp_path, 1, 2, *options, hosts=both, work=work) as run:
+    with on_hosts(tmp_path, 2, work) as run:
         run.wait_for_turns([0, 1], 10)
         namespaces.plug(1, False)
         run.wait_for_turns([0], 10)
-        assert not run.jobs[1].ended()
+        assert not run.ended(1)
         namespaces.plug(1, True)
-        run.wait(run.jobs[1].ended, "the end of the one that was cut off")
-        assert all(code > 0 for code in run.jobs[1].codes.values()), run.said()
+        run.wait(lambda: run.ended(1), "the end of the one that was cut off")
+        assert all(code and code > 0 for code in run.exit_codes(1)), run.said()
         run.start(1, work)
         run.wait_for_newcomer(1)
         run.wait_for_turns([1], 8)
@@ -364,8 +361,7 @@ def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tm
 
 def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={})
-    options = ("--worker-timeout", "2")
-    with hosts(3) as places, elastic_run(tmp_path, 1, 2, *options, hosts=places, center=2, work=work) as run:
+    with on_hosts(tmp_path, 2, work) as run:
         run.wait_for_turns([0, 1], 10)
         namespaces.plug(2, False)
         run.wait(lambda: "seems to be cut off" in run.said(), "the scheduler to notice")
@@ -381,13 +377,12 @@ def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: P
 
 def test_of_two_machines_that_cannot_reach_each_other_the_younger_is_put_out(tmp_path: Path) -> None:
     work = partial(fit, tmp_path, samples=SAMPLES, options={"timeout": timedelta(minutes=5)})
-    options = ("--worker-timeout", "2")
-    with hosts(3) as places, elastic_run(tmp_path, 1, 3, *options, hosts=places, center=2, work=work) as run:
+    with on_hosts(tmp_path, 3, work) as run:
         run.wait_for_turns([0, 1, 2], 10)
         parted = time.monotonic()
         for number in (0, 1):
             namespaces.part(number)
-        run.wait(run.jobs[1].ended, "the end of pipeline 1")
+        run.wait(lambda: run.ended(1), "the end of pipeline 1")
         assert time.monotonic() - parted < limit(45).total_seconds(), "of 2 s, and some epochs"
         run.wait_for_turns([0, 2], 10)
         assert "cannot reach pipelines 0" in run.said()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -94,11 +93,9 @@ def test_all_pipelines_are_cut_alike_and_a_newcomer_does_not_measure(tmp_path: P
         run.wait_for_turns([0, 1], 8)
         measured = {path.name for path in tmp_path.glob("measured-*")}
         assert measured
-        run.jobs[0].signal(signal.SIGKILL)
-        run.wait(run.jobs[0].ended, "the end of its other stage")
-        run.scheduler.kill()
-        run.scheduler.wait()
-        run.start_scheduler()
+        run.kill(0)
+        run.wait(lambda: run.ended(0), "the end of its other stage")
+        run.restart_scheduler()
         run.wait_for_turns([1], 4)
         run.start(0, work)
         run.wait_for_newcomer(0)

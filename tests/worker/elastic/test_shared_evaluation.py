@@ -101,11 +101,11 @@ class Watch(Callback):
         self.dies(self.validations, self.batches)
 
     def on_validation_batch_end(self, trainer: Any, module: Any, _: Any, batch: Any, *__: Any) -> None:
-        self.diary.note(validation=self.validations, evaluated=batch[1].tolist())
+        self.diary.say(validation=self.validations, evaluated=batch[1].tolist())
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.diary.note(validation=self.validations, found=metrics, expected=self.expected)
+        self.diary.say(validation=self.validations, found=metrics, expected=self.expected)
 
 
 def fit(
@@ -158,13 +158,7 @@ def fit(
     monitor, stopping = trainer.checkpoint_callback, trainer.early_stopping_callback
     assert isinstance(monitor, ModelCheckpoint)
     assert stopping is not None
-    diary.note(best=float(monitor.best_model_score), stopping=float(stopping.best_score))  # type: ignore[arg-type]
-
-
-def ended(run: ElasticRun) -> dict[int, list[int]]:
-    """The exit codes by rank, when all pipelines have ended by themselves."""
-    run.wait(lambda: all(job.ended() for job in run.jobs), "the end")
-    return {job.pipeline: [job.codes[pid] for pid in job.pids] for job in run.jobs}
+    diary.say(best=float(monitor.best_model_score), stopping=float(stopping.best_score))  # type: ignore[arg-type]
 
 
 def rows(run: ElasticRun, pipeline: int, name: str, validation: int) -> list[Any]:
@@ -193,7 +187,7 @@ def test_each_sample_counts_once_whoever_dies(
 ) -> None:
     """One is killed in a step of the first validation, and one before the merge of the second."""
     with elastic_run(tmp_path, stages, pipelines, work=partial(fit, tmp_path, stages, deaths=deaths)) as run:
-        codes = ended(run)
+        codes = run.codes("the end")
         dead = [pipeline for pipeline, _ in deaths]
         left = [pipeline for pipeline in range(pipelines) if pipeline not in dead]
         assert all(codes[pipeline] == [0] * stages for pipeline in left), run.said()
@@ -220,7 +214,7 @@ def test_what_cannot_be_merged_is_evaluated_by_all(
     tmp_path: Path, model: type[Evaluated], loaders: int, reason: str
 ) -> None:
     with elastic_run(tmp_path, 1, 2, work=partial(fit, tmp_path, 1, 2, model, loaders=loaders)) as run:
-        codes = ended(run)
+        codes = run.codes("the end")
         assert codes == {0: [0], 1: [0]}, run.said()
         for validation in (1, 2):
             check_validation(run, validation, [0, 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.client import CancelledError, SchedulerClient
 from lightning_sdpipe.worker.elastic.scheduler_connection import SchedulerStore
+from tests.exchange.threads import together
 from tests.patience import limit
 from tests.scheduler.live_scheduler import serving
 
@@ -23,10 +24,9 @@ SIZE = 3
 
 def test_replicas_find_each_other_through_the_scheduler() -> None:
     terms = ElasticConfig(start_pipelines=SIZE, settle=0.0)
-    sums: list[float] = []
     asked: dict[int, int] = {}
 
-    def replica(address: str, pipeline: int) -> None:
+    def replica(address: str, pipeline: int) -> float:
         client = SchedulerClient(address, Worker(0, pipeline), 100 + pipeline, timeout=600)
         client.enrol({})
         line = client.wire
@@ -41,16 +41,11 @@ def test_replicas_find_each_other_through_the_scheduler() -> None:
         group = dist.ProcessGroupGloo(store, pipeline, SIZE, limit())
         tensor = torch.full((4,), float(pipeline))
         group.allreduce([tensor]).wait()
-        sums.append(tensor.sum().item())
         client.close()
+        return tensor.sum().item()
 
     with serving(NoSync(), 1, SIZE, elastic=terms) as server:
-        threads = [threading.Thread(target=replica, args=(server.address, pipeline)) for pipeline in range(SIZE)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sums == [12.0] * SIZE
+        assert together(SIZE, partial(replica, server.address)) == [12.0] * SIZE
     assert asked == dict.fromkeys(range(SIZE), SIZE), "each sets its address, and asks once for that of each other"
 
 

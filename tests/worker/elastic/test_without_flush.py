@@ -36,11 +36,11 @@ class LateDiary(Diary):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, _: Any) -> None:
         epoch, batch = self.in_flight.popleft()
-        self.note(trained=batch, epoch=epoch, left=len(self.in_flight))
+        self.say(trained=batch, epoch=epoch, left=len(self.in_flight))
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """Of a newcomer, too: the donor has nothing in flight."""
-        self.note(saves=len(self.in_flight))
+        self.say(saves=len(self.in_flight))
 
 
 def fit_without_flush(directory: Path) -> None:
@@ -52,14 +52,14 @@ def test_who_gives_its_state_or_leaves_drains_and_what_was_in_flight_at_a_death_
     work = partial(fit_without_flush, tmp_path)
     with elastic_run(tmp_path, STAGES, 2, work=work) as run:
         run.wait_for_turns([0, 1], 12)
-        run.jobs[1].signal(signal.SIGKILL, rank=1)
-        run.wait(run.jobs[1].ended, "the end of the other stages")
+        run.kill(1, rank=1)
+        run.wait(lambda: run.ended(1), "the end of the other stages")
         run.wait_for_turns([0], 5)
         run.start(1, work)
         run.wait_for_newcomer(1)
         run.wait_for_turns([1], 10)
-        run.jobs[0].signal(signal.SIGTERM)
-        run.wait(run.jobs[0].ended, "the end of pipeline 0")
+        run.kill(0, number=signal.SIGTERM)
+        run.wait(lambda: run.ended(0), "the end of pipeline 0")
         run.wait_for_turns([1], 5)
         codes = run.finish()
         assert codes == {0: [128 + signal.SIGTERM] * STAGES, 1: [0] * STAGES}, run.said()
