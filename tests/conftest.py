@@ -39,20 +39,19 @@ gc.disable()  # until all is imported: what imports make, stays
 # What takes longest, first: else one process of xdist would end with it alone. They wait for other processes mostly.
 # Then all else that does, and at last what takes milliseconds.
 LONG = [
-    "strategy/test_accelerators.py",
-    "worker/elastic/test_runs.py",
-    "worker/elastic/test_all_reduce.py",
-    *("recipes/suites/test_smoke.py", "golden/test_golden.py", "recipes/test_examples.py"),
-    *("worker/elastic/test_diloco.py", "worker/elastic/test_without_flush.py", "worker/elastic/test_checkpoints.py"),
-    *("test_sweep.py", "recipes/test_train.py", "worker/test_failures.py", "worker/launching/test_launching.py"),
-    *("loop/test_uneven.py", "features/test_4_optimization.py", "loop/test_dealt_training.py"),
-    *("sync/test_hybrid_groups.py", "features/test_5_checkpoints.py"),
-    *("features/test_4_one_stage.py", "recipes/test_experiments.py"),
-    *("features/test_1_trainer.py", "loop/test_every_checkpoint.py", "features/test_1_trainer_options.py"),
-    *("sync/test_mover_choice.py", "sync/test_methods.py", "features/test_6_freezing.py"),
-    *("supervision/test_supervisor.py", "strategy/test_strategy.py", "test_wheel.py", "pipeline/test_side_channels.py"),
-    *("sync/test_every_exchange.py", "exchange/test_encoded_mean.py", "recipes/test_conf.py", "test_configuration.py"),
-    *("recipes/suites/test_virtual.py", "recipes/suites/test_placement.py"),
+    *("strategy/test_accelerators.py", "recipes/suites/test_smoke.py", "golden/test_golden.py", "test_sweep.py"),
+    *("worker/elastic/test_runs.py", "features/test_6_freezing.py", "features/test_4_optimization.py"),
+    *("recipes/test_train.py", "recipes/test_examples.py", "features/test_4_one_stage.py", "worker/test_failures.py"),
+    *("worker/elastic/test_diloco.py", "features/test_5_checkpoints.py", "loop/test_dealt_training.py"),
+    *("loop/test_uneven.py", "sync/test_hybrid_groups.py", "worker/elastic/test_all_reduce.py"),
+    *("pipeline/test_side_channels.py", "worker/launching/test_launching.py", "worker/elastic/test_checkpoints.py"),
+    *("worker/elastic/test_without_flush.py", "recipes/test_experiments.py", "features/test_1_trainer_options.py"),
+    *("worker/test_unlike_pipelines.py", "features/test_4_lock_step.py", "supervision/test_command.py"),
+    *("placement/test_measure.py", "features/test_1_trainer.py", "loop/test_every_checkpoint.py", "test_wheel.py"),
+    *("sync/test_mover_choice.py", "sync/test_methods.py", "supervision/test_supervisor.py"),
+    *("strategy/test_strategy.py", "sync/test_every_exchange.py", "exchange/test_encoded_mean.py"),
+    *("recipes/test_conf.py", "test_configuration.py", "recipes/suites/test_virtual.py"),
+    "recipes/suites/test_placement.py",
 ]
 
 
@@ -119,13 +118,15 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def schedulers_are_forked() -> Iterator[None]:
-    """Those that rank 0 of a training starts."""
-    place = sys.modules.get("lightning_sdpipe.worker.scheduler_connection")
-    if place is None:  # no test trains
+    """Those that rank 0 of a training starts, and those of elastic runs."""
+    names = ("lightning_sdpipe.worker.scheduler_connection", "recipes.harness.pipelines")
+    places = [sys.modules[name] for name in names if name in sys.modules]
+    if not places:  # no test trains
         yield
         return
     with forked_schedulers() as kind, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "SchedulerProcess", kind)
+        for place in places:
+            patch.setattr(place, "SchedulerProcess", kind)
         yield
 
 
