@@ -46,6 +46,12 @@ class Script:
         assert self.process.exitcode is not None
         return self.process.exitcode
 
+    def ends(self, code: int) -> str:
+        """Assert that it ends with this code, and leaves no process behind; return what it has printed."""
+        assert self.wait() == code, self.printed()
+        assert self.left() == []
+        return self.printed()
+
     def left(self, seconds: float = 5) -> list[str]:
         """Return the commands of the processes of the session that do not end soon."""
         deadline = time.monotonic() + limit(seconds).total_seconds()

@@ -36,8 +36,7 @@ def check(printed: str, directory: Path) -> None:
 @pytest.mark.distributed
 def test_two_methods_in_two_situations(tmp_path: Path) -> None:
     with script(tmp_path, with_few_digits, tmp_path) as run:
-        assert run.wait() == 0, run.printed()
-        assert run.left() == []
+        run.ends(0)
     check(run.printed(), tmp_path)
 
 

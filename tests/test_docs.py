@@ -57,8 +57,7 @@ def run(page: str) -> list[Block]:
 @pytest.mark.parametrize("page", [page for page in PAGES if run(page)])
 def test_python_blocks_run(page: str, tmp_path: Path) -> None:
     with script(tmp_path, _execute, [block.code for block in run(page)]) as running:
-        assert running.wait() == 0, running.printed()
-        assert running.left() == []
+        running.ends(0)
 
 
 def _execute(codes: list[str]) -> None:

@@ -80,8 +80,7 @@ def test_jobs_of_a_users_own_application_are_right_after_a_rank_failed(
     marker, jobs = mark(monkeypatch), tmp_path / "jobs"
     sweep = [f"hydra.sweep.dir={jobs}", "hydra.job.chdir=true", "case=killed,three"]
     with script(tmp_path, module, "tests.scripts.hydra_app", "-m", *sweep) as run:
-        assert run.wait() == 1, run.printed()  # Hydra raises the first failed job's error at the end
-        assert run.left() == []
+        run.ends(1)  # Hydra raises the first failed job's error at the end
     printed = run.printed()
     assert processes_of(marker) == {}
     seen = {job: [json.loads(file.read_text()) for file in sorted((jobs / job).glob("rank*.json"))] for job in "01"}

@@ -32,6 +32,7 @@ from lightning_sdpipe.dealing.dealer import Dealer
 from lightning_sdpipe.dealing.leases import Asked, Done, Lease, Segment
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import Worker
+from tests.exchange.threads import together
 
 N = 3
 
@@ -122,12 +123,7 @@ def epoch(
                         if not dealt[i].wait():
                             break
 
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(len(loaders))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-        assert not thread.is_alive()
+    together(len(loaders), train)
     return trained
 
 

@@ -31,7 +31,7 @@ from tests.features.running import (
     on_four_ranks,
     pipelines,
     quiet_trainer,
-    refuse,
+    refuse_each,
     samples,
     train_loader,
     weights,
@@ -280,18 +280,13 @@ def test_states_of_all_optimizers_are_in_checkpoints(tmp_path: Path) -> None:
             _same(each, whole, f"resumed, distributed: {bool(distributed)}")
 
 
-def _refused_options(directory: Path) -> None:
+def test_options_that_one_backward_needs_are_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"num_micro_batches": 2}, "num_micro_batches=2 does not go with the manual optimization of ByHand"),
         ({"sync": AllReduce(), "num_micro_batches": 2, "batch_by_speed": True}, "does not go with the manual"),
         ({"sync": PHDPSGD(group_size=2)}, "averages the gradients of one backward in each update"),
     ]
-    for options, said in cases:
-        refuse(directory, ByHand(), said, SDPipeStrategy(**options))
-
-
-def test_options_that_one_backward_needs_are_refused(tmp_path: Path) -> None:
-    on_four_ranks(_refused_options, tmp_path, count=2)
+    refuse_each(tmp_path, [(ByHand(), said, {"strategy": SDPipeStrategy(**options)}) for options, said in cases])
 
 
 class Numbered:

@@ -21,6 +21,7 @@ from tests.features.running import (
     on_four_ranks,
     pipelines,
     refuse,
+    refuse_each,
     samples,
     train_loader,
     trainer_of_this_process,
@@ -235,16 +236,12 @@ class InTheStep(Regression):
 _SOME_RANKS = "was set on some ranks only"
 
 
-def _disagree(directory: Path) -> None:
-    refuse(directory, FromTheBeginning(), _SOME_RANKS)
-    refuse(directory, Evaluating(), "Module 'net.1' is in training mode on some ranks only")
-    refuse(directory, OnItsStageOnly(), _SOME_RANKS)
-
-
 @refused("Optimizers", "`requires_grad` set on some ranks only, or `train()` and `eval()` in `configure_model`",
          _SOME_RANKS)  # fmt: skip
 def test_stages_that_disagree(tmp_path: Path) -> None:
-    on_four_ranks(_disagree, tmp_path, count=2)
+    evaluating = "Module 'net.1' is in training mode on some ranks only"
+    cases = (FromTheBeginning(), _SOME_RANKS), (Evaluating(), evaluating), (OnItsStageOnly(), _SOME_RANKS)
+    refuse_each(tmp_path, [(*case, {}) for case in cases])
 
 
 _IN_THE_STEP = "requires_grad was changed within training_step"

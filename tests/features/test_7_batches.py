@@ -20,7 +20,6 @@ from tests.features.running import (
     fitted,
     on_four_ranks,
     on_pipelines,
-    refuse,
     refuse_each,
     samples,
     trainer_of_this_process,
@@ -136,13 +135,8 @@ def test_a_last_batch_of_fewer_samples_than_micro_batches(tmp_path: Path) -> Non
 
 def test_a_layer_that_cannot_normalise_the_last_micro_batches_is_named_before_training(tmp_path: Path) -> None:
     error = "one of the layers ['net.1'] cannot normalise it"
-    on_four_ranks(_refuse_four, tmp_path, error, count=2)
-
-
-def _refuse_four(directory: Path, error: str) -> None:
-    for stages in (2, 1):
-        strategy = SDPipeStrategy(stages, num_micro_batches=4)
-        refuse(directory, Normalised(), error, strategy, _eighteen(), use_distributed_sampler=False)
+    ways = [{"strategy": SDPipeStrategy(n, num_micro_batches=4), "loaders": _eighteen()} for n in (2, 1)]
+    refuse_each(tmp_path, [(Normalised(), error, way) for way in ways], use_distributed_sampler=False)
 
 
 class Undivided(TimeFirst):

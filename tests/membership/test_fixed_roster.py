@@ -12,6 +12,7 @@ from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import Worker
+from tests.membership.test_membership import only
 
 SAME = FIXED
 STAGES, PIPELINES = 2, 2
@@ -35,8 +36,7 @@ def test_it_starts_at_once_when_all_are_there_and_takes_no_others() -> None:
     core = started()
     assert core.members == [0, 1]
     for pipeline in (PIPELINES, -1):
-        (denied,) = core.on(w.Enrolled(Worker(0, pipeline), 9, SAME), 1.0)
-        assert isinstance(denied, w.Denied)
+        denied = only(core.on(w.Enrolled(Worker(0, pipeline), 9, SAME), 1.0), w.Denied)
         assert "this scheduler serves 2 pipelines, 0 to 1" in denied.reason
     with pytest.raises(ConfigurationError, match="all of a fixed roster"):
         ElasticConfig(2, 3, fixed=True)
@@ -56,10 +56,8 @@ def test_a_process_that_has_ended_ends_the_run_by_name(event: w.MemberEvent, sai
     assert isinstance(gone, w.Gone)
     assert over == w.RunOver(said, failed=True, worker=Worker(1, 0))
     core.validate()
-    (gone,) = core.on(w.Ended(Worker(0, 1), 7, "ended"), 2.0)
-    assert isinstance(gone, w.Gone), "the first one counts"
-    (denied,) = core.on(w.Enrolled(Worker(0, 0), 8, SAME), 3.0)
-    assert isinstance(denied, w.Denied), "a failed run makes no room"
+    only(core.on(w.Ended(Worker(0, 1), 7, "ended"), 2.0), w.Gone)  # the first one counts
+    only(core.on(w.Enrolled(Worker(0, 0), 8, SAME), 3.0), w.Denied)  # a failed run makes no room
 
 
 def test_one_that_finished_makes_room_for_the_next() -> None:
@@ -81,16 +79,14 @@ def test_a_scheduler_for_both_kinds_of_run_serves_that_whose_process_comes_first
         for pipeline in (0, 1):
             core.on(w.Enrolled(Worker(0, pipeline), incarnation, FIXED), 0.0)
         assert core.members == [0, 1]
-        (denied,) = core.on(w.Enrolled(Worker(0, 2), 9, {"model": "linear"}), 0.0)
-        assert isinstance(denied, w.Denied)
+        denied = only(core.on(w.Enrolled(Worker(0, 2), 9, {"model": "linear"}), 0.0), w.Denied)
         for pipeline in (0, 1):
             core.on(w.Departed(Worker(0, pipeline), incarnation, finished=True), 1.0)
     epoch, started = core.on(w.Enrolled(Worker(0, 2), 9, {"model": "linear"}), 2.0)
     assert isinstance(epoch, w.Epoch)
     assert isinstance(started, w.Started)
     core.validate()
-    (denied,) = core.on(w.Enrolled(Worker(0, 0), 10, FIXED), 3.0)
-    assert isinstance(denied, w.Denied)
+    denied = only(core.on(w.Enrolled(Worker(0, 0), 10, FIXED), 3.0), w.Denied)
     assert "set SDPIPE_PIPELINE, or give it a scheduler of its own" in denied.reason
 
 
@@ -139,8 +135,7 @@ def test_pipelines_may_have_unlike_numbers_of_stages() -> None:
     assert [type(decision).__name__ for decision in decisions] == ["Epoch", "Started", "Started"]
     core.validate()
     assert core.awaited(2) == [1]
-    (denied,) = core.on(w.Enrolled(Worker(1, 0), 7, SAME), 1.0)
-    assert isinstance(denied, w.Denied)
+    denied = only(core.on(w.Enrolled(Worker(1, 0), 7, SAME), 1.0), w.Denied)
     assert "this scheduler serves pipelines of 1 stages" in denied.reason
     for worker in workers:
         core.on(w.Departed(worker, 7, True), 2.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +19,7 @@ from lightning_sdpipe.policies import Worker
 LONG = settings.default.max_examples >= 10_000  # --hypothesis-profile=long
 HISTORIES = 100_000 if LONG else 2 * settings.default.max_examples
 SAME = {"model": "linear", "seed": "1"}
+Decided = TypeVar("Decided")
 
 
 class Run:
@@ -58,13 +59,27 @@ class Run:
 
     def comes(self, pipeline: int, incarnation: int = 0) -> list[MemberDecision]:
         """A newcomer, until it is a member."""
-        (donate,) = self.enrol(pipeline, incarnation)
-        assert isinstance(donate, w.Donate)
+        donate = only(self.enrol(pipeline, incarnation), w.Donate)
         (receive,) = (d for d in self.gives(donate) if isinstance(d, w.Receive))
         decisions = []
         for stage in self.of(pipeline):
             decisions += self.say(w.Received, pipeline, receive.transfer, receive.update, stage=stage)
         return decisions
+
+
+def begun(pipelines: int = 2, stages: int = 1) -> Run:
+    """So many pipelines have started together."""
+    run = Run(stages, start_pipelines=pipelines)
+    for pipeline in range(pipelines):
+        run.enrol(pipeline)
+    return run
+
+
+def only(decisions: list[MemberDecision], kind: type[Decided]) -> Decided:
+    """The one decision, which is of that kind."""
+    (decision,) = decisions
+    assert isinstance(decision, kind)
+    return decision
 
 
 def kinds(decisions: list[MemberDecision]) -> list[str]:
@@ -103,15 +118,13 @@ def test_who_waits_for_the_start_of_many_is_told_of_some() -> None:
 def test_fewer_than_the_least_never_start() -> None:
     run = Run(min_pipelines=2, hold_limit=100.0)
     assert run.enrol(0) == []
-    (over,) = run.on(w.Passed(), 100.0)
-    assert isinstance(over, w.RunOver)
+    over = only(run.on(w.Passed(), 100.0), w.RunOver)
     assert over.failed
     assert "2 pipelines are there; pipeline 0 waits" in over.reason
 
 
 def test_a_newcomer_gets_the_state_of_a_member_at_one_update_of_all_its_stages() -> None:
-    run = Run(stages=2, start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun(stages=2)
     (first,) = run.enrol(2)
     assert first == w.Donate(1, 2, "state-2-1-65"), "the leader is spared"
     assert run.core.donations.unheard(Worker(0, 1)) == (first.transfer,)
@@ -128,10 +141,8 @@ def test_a_newcomer_gets_the_state_of_a_member_at_one_update_of_all_its_stages()
 
 
 def test_a_donor_whose_stages_name_different_updates_gives_nothing_and_trains_on() -> None:
-    run = Run(stages=2, start_pipelines=2)
-    run.enrol(0), run.enrol(1)
-    (donate,) = run.enrol(2)
-    assert isinstance(donate, w.Donate)
+    run = begun(stages=2)
+    donate = only(run.enrol(2), w.Donate)
     assert run.say(w.Snapshot, 1, donate.transfer, 6, stage=1) == []
     void = "stage 1 after 6, stage 0 after 5 updates, so the copies are not of one state"
     abandoned, again = run.say(w.Snapshot, 1, donate.transfer, 5)
@@ -142,10 +153,8 @@ def test_a_donor_whose_stages_name_different_updates_gives_nothing_and_trains_on
 
 
 def test_a_newcomer_that_has_loaded_another_update_than_it_was_given_is_refused() -> None:
-    run = Run(start_pipelines=2)
-    run.enrol(0), run.enrol(1)
-    (donate,) = run.enrol(2)
-    assert isinstance(donate, w.Donate)
+    run = begun()
+    donate = only(run.enrol(2), w.Donate)
     run.gives(donate, 12)
     denied, gone, abandoned = run.say(w.Received, 2, donate.transfer, 11)
     wrong = "the state that it has loaded of state-2-1-65 is that after 11 updates, and pipeline 1 gave that after 12"
@@ -171,8 +180,7 @@ def test_the_oldest_leads_and_the_next_oldest_after_it() -> None:
 
 
 def test_all_stages_of_a_pipeline_go_with_one_and_never_come_back() -> None:
-    run = Run(stages=2, start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun(stages=2)
     gone, epoch = run.say(w.Ended, 1, "was silent for 2.0 s", stage=1)
     assert gone == w.Gone(1, 101, "stage 1 was silent for 2.0 s", was_member=True)
     assert isinstance(epoch, Epoch)
@@ -182,11 +190,8 @@ def test_all_stages_of_a_pipeline_go_with_one_and_never_come_back() -> None:
 
 
 def test_another_donor_gives_its_state_when_one_is_lost() -> None:
-    run = Run(start_pipelines=3)
-    for pipeline in (0, 1, 2):
-        run.enrol(pipeline)
-    (donate,) = run.enrol(3)
-    assert isinstance(donate, w.Donate)
+    run = begun(3)
+    donate = only(run.enrol(3), w.Donate)
     (receive,) = run.gives(donate)
     assert receive == w.Receive(3, 2, "state-3-1-66", 10)
     gone, epoch, again = run.say(w.Ended, 2, "ended")
@@ -196,12 +201,9 @@ def test_another_donor_gives_its_state_when_one_is_lost() -> None:
 
 
 def test_a_donor_that_fails_a_newcomer_is_asked_last() -> None:
-    run = Run(start_pipelines=2)
-    run.enrol(0), run.enrol(1)
-    (donate,) = run.enrol(2)
-    assert isinstance(donate, w.Donate)
-    (receive,) = run.gives(donate)
-    assert isinstance(receive, w.Receive)
+    run = begun()
+    donate = only(run.enrol(2), w.Donate)
+    receive = only(run.gives(donate), w.Receive)
     abandoned, again = run.say(w.Received, 2, receive.transfer, -1, "connection reset")
     assert abandoned == w.Abandoned(1, receive.transfer)
     assert isinstance(again, w.Donate)
@@ -218,16 +220,14 @@ def test_the_run_is_over_when_nobody_is_left_to_give_a_state() -> None:
         "new scheduler",
         failed=True,
     )
-    (denied,) = run.enrol(2)
-    assert isinstance(denied, w.Denied)
+    only(run.enrol(2), w.Denied)
 
 
 def test_the_newest_checkpoint_is_named_when_nobody_is_left() -> None:
     run = Run()
     run.enrol(0)
     run.say(w.Published, 0, "/shared/last.ckpt", 40)
-    *_, over = run.say(w.Departed, 0, False)
-    assert isinstance(over, w.RunOver)
+    over = only(run.say(w.Departed, 0, False)[-1:], w.RunOver)
     assert "the newest checkpoint is /shared/last.ckpt, after update 40; continue from it" in over.reason
 
 
@@ -247,18 +247,14 @@ def test_a_new_start_is_made_from_the_newest_checkpoint_when_that_was_asked_for(
 
 
 def test_a_bug_that_ends_the_last_two_is_named_rather_than_that_nobody_is_left() -> None:
-    run = Run(start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun()
     run.say(w.Ended, 0, "ValueError: 3", "failed")
-    *_, over = run.say(w.Ended, 1, "ValueError: 3", "failed")
-    assert isinstance(over, w.RunOver)
+    over = only(run.say(w.Ended, 1, "ValueError: 3", "failed")[-1:], w.RunOver)
     assert "same exception" in over.reason
 
 
 def test_a_pipeline_that_others_cannot_reach_is_let_in_again_after_a_pause() -> None:
-    run = Run(start_pipelines=3)
-    for pipeline in range(3):
-        run.enrol(pipeline)
+    run = begun(3)
     now, decisions = 0.0, list[MemberDecision]()
     while 1 in run.core.members:
         assert (now == 0.0) or run.core.epoch.tries
@@ -271,8 +267,7 @@ def test_a_pipeline_that_others_cannot_reach_is_let_in_again_after_a_pause() -> 
     assert run.enrol(1, incarnation=900, now=now) == []
     assert "others could not reach it" in run.core.waits_for(Worker(0, 1), 900)
     assert run.core.deadline() == now + 60.0
-    (donate,) = run.on(w.Passed(), now + 60.0)
-    assert isinstance(donate, w.Donate)
+    only(run.on(w.Passed(), now + 60.0), w.Donate)
     assert run.core.deadline() == float("inf")
 
 
@@ -292,15 +287,12 @@ def test_below_the_least_all_are_held_until_there_are_enough() -> None:
 def test_a_job_that_differs_is_refused_with_what_was_found_and_expected() -> None:
     run = Run()
     run.enrol(0)
-    (denied,) = run.enrol(1, seed="2")
-    assert isinstance(denied, w.Denied)
+    denied = only(run.enrol(1, seed="2"), w.Denied)
     assert "(seed: found 2, expected 1)" in denied.reason
     assert run.core.members == [0]
-    (denied,) = run.enrol(5000)
-    assert isinstance(denied, w.Denied)
+    denied = only(run.enrol(5000), w.Denied)
     assert "give SDPIPE_PIPELINE from 0 to 1023" in denied.reason
-    (denied,) = run.on(w.Enrolled(Worker(1, 1), 5, SAME))
-    assert isinstance(denied, w.Denied)
+    denied = only(run.on(w.Enrolled(Worker(1, 1), 5, SAME)), w.Denied)
     assert "pipelines of 1 stages" in denied.reason
 
 
@@ -309,15 +301,13 @@ def test_a_second_job_of_one_number_is_refused_when_the_first_is_heard_of() -> N
     run.enrol(0)
     assert run.on(w.Enrolled(Worker(0, 0), 999, SAME)) == [], "the first may be about to end"
     assert run.core.doubts(Worker(0, 0), 100)
-    (denied,) = run.say(w.Heard, 0)
-    assert isinstance(denied, w.Denied)
+    denied = only(run.say(w.Heard, 0), w.Denied)
     assert (denied.incarnation, "another job, which is alive" in denied.reason) == (999, True)
     assert not run.core.doubts(Worker(0, 0), 100)
 
 
 def test_a_second_job_of_one_number_takes_the_place_of_one_that_is_gone() -> None:
-    run = Run(start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun()
     assert run.on(w.Enrolled(Worker(0, 1), 999, SAME)) == []
     assert kinds(run.say(w.Ended, 1, "was silent for 2.0 s")) == ["Gone", "Epoch"]
     assert not run.core.is_here(Worker(0, 1), 999), "it may have died meanwhile"
@@ -325,9 +315,7 @@ def test_a_second_job_of_one_number_takes_the_place_of_one_that_is_gone() -> Non
 
 
 def test_barriers_wait_for_the_living_and_are_decided_once() -> None:
-    run = Run(start_pipelines=3)
-    for pipeline in (0, 1, 2):
-        run.enrol(pipeline)
+    run = begun(3)
     assert run.say(w.Meets, 0, "pause/1", b"a") == []
     assert run.say(w.Meets, 1, "pause/1", b"b") == []
     *_, met = run.say(w.Ended, 2, "ended")
@@ -339,32 +327,27 @@ def test_barriers_wait_for_the_living_and_are_decided_once() -> None:
 
 
 def test_stages_that_have_finished_first_do_not_keep_others_from_their_last_barrier() -> None:
-    run = Run(stages=2, start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun(stages=2)
     assert run.say(w.Meets, 0, "last", b"", stage=1) == []
     run.say(w.Departed, 0, True), run.say(w.Departed, 1, True)
-    (met,) = run.say(w.Meets, 1, "last", b"", stage=1)
-    assert isinstance(met, Met)
+    met = only(run.say(w.Meets, 1, "last", b"", stage=1), Met)
     assert met.pipelines == (0, 1)
 
 
 def test_a_barrier_waits_for_a_newcomer_whose_state_has_been_taken() -> None:
     run = Run()
     run.enrol(0)
-    (donate,) = run.enrol(1)
-    assert isinstance(donate, w.Donate)
+    donate = only(run.enrol(1), w.Donate)
     (receive,) = run.gives(donate)
     assert run.say(w.Meets, 0, "pause", b"") == []
     assert isinstance(receive, w.Receive)
     run.say(w.Received, 1, receive.transfer, receive.update)
-    (met,) = run.say(w.Meets, 1, "pause", b"")
-    assert isinstance(met, Met)
+    met = only(run.say(w.Meets, 1, "pause", b""), Met)
     assert met.pipelines == (0, 1)
 
 
 def test_pipelines_that_wait_at_different_places_are_refused_instead_of_waiting_for_ever() -> None:
-    run = Run(start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun()
     run.say(w.Meets, 0, "batch 10", b"")
     first, second = run.say(w.Meets, 1, "batch 12", b"")
     assert isinstance(first, w.Denied)
@@ -373,23 +356,18 @@ def test_pipelines_that_wait_at_different_places_are_refused_instead_of_waiting_
 
 
 def test_two_pipelines_that_fail_alike_end_the_run() -> None:
-    run = Run(start_pipelines=3)
-    for pipeline in (0, 1, 2):
-        run.enrol(pipeline)
+    run = begun(3)
     assert kinds(run.say(w.Ended, 1, "ValueError: bad batch 17", "failed")) == ["Gone", "Epoch"]
-    *_, over = run.say(w.Ended, 0, "ValueError: bad batch 4", "failed")
-    assert isinstance(over, w.RunOver)
+    over = only(run.say(w.Ended, 0, "ValueError: bad batch 4", "failed")[-1:], w.RunOver)
     assert over.failed
     assert "pipelines 0 and 1 failed with the same exception" in over.reason
-    (denied,) = run.enrol(1, incarnation=900)
-    assert isinstance(denied, w.Denied)
+    denied = only(run.enrol(1, incarnation=900), w.Denied)
     assert "the run is over" in denied.reason
 
 
 def test_a_failure_is_forgotten_when_the_pipeline_has_come_back_and_met_others() -> None:
     for meets in (True, False):
-        run = Run(start_pipelines=2)
-        run.enrol(0), run.enrol(1)
+        run = begun()
         run.say(w.Ended, 1, "RuntimeError: CUDA out of memory", "failed")
         run.comes(1, 900)
         if meets:
@@ -399,8 +377,7 @@ def test_a_failure_is_forgotten_when_the_pipeline_has_come_back_and_met_others()
 
 
 def test_who_cannot_join_does_not_end_the_run_of_those_that_train() -> None:
-    run = Run(start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun()
     for pipeline in (2, 3):
         run.enrol(pipeline)
         assert "RunOver" not in kinds(
@@ -410,16 +387,13 @@ def test_who_cannot_join_does_not_end_the_run_of_those_that_train() -> None:
 
 def test_what_the_scheduler_or_others_have_caused_is_no_bug_unless_it_refused() -> None:
     for kind, over in (("SchedulerError", False), ("RefusedError", True)):
-        run = Run(start_pipelines=3)
-        for pipeline in (0, 1, 2):
-            run.enrol(pipeline)
+        run = begun(3)
         run.say(w.Ended, 1, f"{kind}: no answer", "failed")
         assert ("RunOver" in kinds(run.say(w.Ended, 0, f"{kind}: no answer", "failed"))) == over
 
 
 def test_who_has_finished_is_not_missed_and_the_run_is_over_when_all_have() -> None:
-    run = Run(start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun()
     assert run.say(w.Departed, 0, True) == []
     assert run.say(w.Ended, 0, "ended") == []
     assert run.say(w.Meets, 1, "the end", b"")[0] == Met(0, "the end", (1,), (b"",), 0)
@@ -427,8 +401,7 @@ def test_who_has_finished_is_not_missed_and_the_run_is_over_when_all_have() -> N
 
 
 def test_who_departs_with_notice_has_left() -> None:
-    run = Run(stages=2, start_pipelines=2)
-    run.enrol(0), run.enrol(1)
+    run = begun(stages=2)
     gone, epoch = run.say(w.Departed, 0, False)
     assert gone == w.Gone(0, 100, "stage 0 was told to end", was_member=True, left=True)
     assert isinstance(epoch, Epoch)
@@ -460,8 +433,7 @@ def test_a_new_scheduler_goes_on_without_those_who_do_not_come_back() -> None:
     assert isinstance(gone, w.Gone)
     assert (gone.pipeline, gone.was_member) == (1, True)
     assert new == Epoch(8, (Member(0, 10),), "the scheduler was started again", lost=(1,))
-    (ended,) = run.on(resumed(Worker(0, 1), 11, epoch), 20.0)
-    assert isinstance(ended, w.Denied)
+    ended = only(run.on(resumed(Worker(0, 1), 11, epoch), 20.0), w.Denied)
     assert ended.must_end
     (over,) = run.on(w.Departed(Worker(0, 0), 10, finished=True), 21.0)
     assert over == w.RunOver("all pipelines have finished their training", failed=False), "also if it had finished"
@@ -487,8 +459,7 @@ def test_a_process_that_was_replaced_does_not_come_back_to_a_new_scheduler() -> 
     decisions = run.on(resumed(Worker(0, 2), 12, now))
     assert run.core.epoch.members == now.members
     assert kinds(decisions) == ["Gone", "Epoch"], "the one that was replaced"
-    (ended,) = run.on(resumed(Worker(0, 2), 5, now))
-    assert isinstance(ended, w.Denied)
+    ended = only(run.on(resumed(Worker(0, 2), 5, now)), w.Denied)
     assert ended.must_end
 
 
@@ -501,8 +472,7 @@ def test_barriers_that_a_member_heard_of_are_not_decided_again() -> None:
     run.on(resumed(Worker(0, 1), 11, epoch))
     assert run.say(w.Meets, 1, "pause/4", b"b") == [met]
     run.say(w.Meets, 0, "pause/5", b"")
-    (after,) = run.say(w.Meets, 1, "pause/5", b"")
-    assert isinstance(after, Met)
+    after = only(run.say(w.Meets, 1, "pause/5", b""), Met)
     assert after.sequence == 18
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 
 from lightning_sdpipe.heterogeneity import Delays
-from lightning_sdpipe.policies import Group, Joined, Policy, Worker
+from lightning_sdpipe.policies import Group, Joined, Policy, Ready, Worker
 from lightning_sdpipe.simulate import Work, jittered
 
 Summary = tuple[int, tuple[int, ...], str]
@@ -14,6 +14,11 @@ Summary = tuple[int, tuple[int, ...], str]
 def brief(groups: list[Group]) -> list[Summary]:
     """Stage, pipelines and reason of each group."""
     return [(g.stage, tuple(w.pipeline for w in g.members), g.reason) for g in groups]
+
+
+def ready(policy: Policy, *pipelines: int, iteration: int = 0, now: float = 0.0, stage: int = 0) -> list[Group]:
+    """What a policy decides as these come, one after the other, at one time."""
+    return [group for i in pipelines for group in policy.on(Ready(Worker(stage, i), iteration), now)]
 
 
 def join_all(policy: Policy, num_stages: int, num_pipelines: int, now: float = 0.0) -> None:

@@ -78,9 +78,7 @@ def test_it_is_found_checked_and_simulated(own: ModuleType) -> None:
 def test_a_scheduler_in_this_process_and_in_another_serve_it(own: ModuleType, tmp_path: Path) -> None:
     def train(address: str, credentials: WorkerKeys | None = None) -> None:
         workers = [Worker(0, i) for i in range(3)]
-        with clients(address, *workers, credentials=credentials) as (a, b, c):
-            for client in (a, b, c):
-                client.join()
+        with clients(address, *workers, credentials=credentials, joins=True) as (a, b, c):
             for iteration, members in ((0, (0, 1)), (1, (1, 2))):
                 for client in (a, b, c):
                     client.ready(iteration)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.policies import (
     Event,
-    Group,
     Joined,
     Left,
     Lost,
@@ -27,7 +26,7 @@ from lightning_sdpipe.policies.events import Worker as W
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD, PHDPSGDPolicy
 from lightning_sdpipe.simulate import Run, Work, jittered, simulate
-from tests.policies.scripted import brief, join_all, straggling
+from tests.policies.scripted import brief, join_all, ready, straggling
 
 TIMES = (0.10, 0.11, 0.19, 0.21)
 MATCHED, STALENESS, LOST, LOCAL = Reason.MATCHED, Reason.STALENESS, Reason.WORKER_LOST, Reason.LOCAL_STEP
@@ -39,10 +38,6 @@ def make(stages: int, pipelines: int, **options: object) -> PHDPSGDPolicy:
     policy = PHDPSGD(**options).make_policy(stages, pipelines)  # type: ignore[arg-type]
     join_all(policy, stages, pipelines)
     return policy
-
-
-def ready(policy: PHDPSGDPolicy, *pipelines: int, iteration: int = 0, stage: int = 0) -> list[Group]:
-    return [group for p in pipelines for group in policy.on(Ready(W(stage, p), iteration), 0.0)]
 
 
 # ------------------------------------------------------------------ stories

@@ -13,7 +13,7 @@ from lightning_sdpipe.policies import Joined, Left, Lost, Ready, Reason, Refused
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized, SemiDecentralizedPolicy
 from lightning_sdpipe.simulate import Work, jittered, simulate
-from tests.policies.scripted import brief, join_all, straggling
+from tests.policies.scripted import brief, join_all, ready, straggling
 
 W = Worker
 CLOSED, EVERYBODY, ENFORCED = Reason.WINDOW_CLOSED, Reason.EVERYBODY_CAME, Reason.ENFORCED
@@ -69,16 +69,14 @@ def after_a_round_of_pairs() -> SemiDecentralizedPolicy:
     """Rounds of 4: {0,1} {2,3} met in round 1, so a bridge between the two is enough in round 2."""
     policy = make(1, 4, window=1.0, connectivity=2)
     for first, second, now in ((0, 1, 0.0), (2, 3, 2.0)):
-        policy.on(Ready(W(0, first), 1), now)
-        policy.on(Ready(W(0, second), 1), now)
+        ready(policy, first, second, iteration=1, now=now)
         assert brief(policy.on(Tick(), now + 1)) == [(0, (first, second), CLOSED)]
     return policy
 
 
 def test_enforcement_ends_as_soon_as_the_graph_is_connected() -> None:
     policy = after_a_round_of_pairs()
-    policy.on(Ready(W(0, 0), 2), 4.0)
-    policy.on(Ready(W(0, 1), 2), 4.0)
+    ready(policy, 0, 1, iteration=2, now=4.0)
     assert policy.on(Tick(), 5.0) == []
     assert brief(policy.on(Ready(W(0, 3), 2), 9.0)) == [(0, (0, 1, 3), ENFORCED)]
 
@@ -97,8 +95,7 @@ def test_only_one_stage_enforces_at_a_time() -> None:
 
 def test_when_the_missing_worker_leaves_nobody_waits_for_it() -> None:
     policy = make(1, 3, window=1.0, connectivity=1)
-    policy.on(Ready(W(0, 0), 1), 0.0)
-    policy.on(Ready(W(0, 1), 1), 0.0)
+    ready(policy, 0, 1, iteration=1)
     assert policy.on(Tick(), 1.0) == []
     assert brief(policy.on(Left(W(0, 2)), 5.0)) == [(0, (0, 1), LOST)]
     assert policy.token_holder is None
@@ -149,8 +146,7 @@ def test_the_window_doubles_after_small_groups_and_shrinks_after_large_ones() ->
     policy = make(1, 3, window=1.0)
     lengths = []
     for k in range(3):  # two of three come, at once: shrinks
-        policy.on(Ready(W(0, 0), k), 10.0 * k)
-        policy.on(Ready(W(0, 1), k), 10.0 * k)
+        ready(policy, 0, 1, iteration=k, now=10.0 * k)
         lengths.append(policy.deadline() - 10.0 * k)  # type: ignore[operator]
         policy.on(Tick(), 10.0 * k + 5)
     for k in range(3, 6):  # alone: doubles, up to the maximum
@@ -169,8 +165,7 @@ def test_the_papers_window_is_up_to_one_nth_of_the_measured_iteration_time() -> 
     policy.on(Tick(), 0.05)  # alone, below min_group: doubled, which the maximum forbids
     policy.on(Ready(W(0, 0), 1), 4.05)  # an iteration takes 4 s
     assert policy.deadline() == pytest.approx(4.05 + 1.0)
-    for i in (1, 2):
-        policy.on(Ready(W(0, i), 0), 4.1)
+    ready(policy, 1, 2, now=4.1)
     assert brief(policy.on(Tick(), 5.1)) == [(0, (0, 1, 2), CLOSED)]
     policy.on(Ready(W(0, 0), 2), 9.1)
     assert policy.deadline() == pytest.approx(9.1 + 0.9), "three came: 0.9 times as long"
@@ -186,8 +181,7 @@ def test_p_may_count_groups_as_the_papers_text_does() -> None:
     reasons: dict[str, list[str]] = {unit: [] for unit in policies}
     for unit, policy in policies.items():
         for k in range(6):
-            policy.on(Ready(W(0, 0), k), 10.0 * k)
-            policy.on(Ready(W(0, 1), k), 10.0 * k)
+            ready(policy, 0, 1, iteration=k, now=10.0 * k)
             groups = policy.on(Tick(), 10.0 * k + 1)
             if not groups:  # it enforces
                 policy.on(Ready(W(0, 2), k), 10.0 * k + 2)
@@ -201,8 +195,7 @@ def test_the_last_group_of_one_that_was_lost_connects_nobody() -> None:
     policy = after_a_round_of_pairs()
     for event in (Lost(W(0, 3)), Joined(W(0, 3))):
         assert policy.on(event, 3.5) == []
-    policy.on(Ready(W(0, 0), 2), 4.0)
-    policy.on(Ready(W(0, 1), 2), 4.0)
+    ready(policy, 0, 1, iteration=2, now=4.0)
     assert policy.on(Tick(), 5.0) == []
     assert policy.on(Ready(W(0, 3), 2), 9.0) == [], "3 has not met 2 after all"
     assert brief(policy.on(Ready(W(0, 2), 2), 9.5)) == [(0, (0, 1, 2, 3), ENFORCED)]
@@ -221,8 +214,7 @@ def test_who_is_enough_is_found_anew_when_one_is_lost_while_a_stage_waits() -> N
 
 def test_an_automatic_window_awaits_those_who_are_expected_soon() -> None:
     policy = make(1, 4, window="auto", connectivity=None)
-    for i in range(4):
-        policy.on(Ready(W(0, i), 0), 0.0)
+    ready(policy, *range(4))
     policy.on(Ready(W(0, 3), 1), 2.0)  # an iteration takes 2 s: the others are due; the slack is 1/6 of a quarter
     assert policy.deadline() == pytest.approx(2.0 + 0.5 / 6)
     assert brief(policy.on(Tick(), 2.5)) == [(0, (3,), CLOSED)]
@@ -233,8 +225,7 @@ def test_an_automatic_window_awaits_those_who_are_expected_soon() -> None:
 
 def test_of_two_workers_out_of_step_only_the_later_one_waits_and_they_meet() -> None:
     policy = make(1, 2, window="auto", connectivity=None)
-    for i in range(2):
-        policy.on(Ready(W(0, i), 0), 0.0)
+    ready(policy, *range(2))
     assert brief(policy.on(Ready(W(0, 0), 1), 1.0)) == []
     assert brief(policy.on(Tick(), 1.1)) == [(0, (0,), CLOSED)], "1 is late"
     assert brief(policy.on(Ready(W(0, 1), 1), 1.3)) == [(0, (1,), CLOSED)], "0 is due in 0.8, more than a quarter"
@@ -245,8 +236,7 @@ def test_of_two_workers_out_of_step_only_the_later_one_waits_and_they_meet() -> 
 @pytest.mark.parametrize(("pipelines", "waits"), [(2, True), (16, True), (64, False)])
 def test_an_automatic_window_looks_less_far_ahead_with_many_pipelines(pipelines: int, waits: bool) -> None:
     policy = make(1, pipelines, window="auto", connectivity=None)
-    for i in range(pipelines):
-        policy.on(Ready(W(0, i), 0), 0.0)
+    ready(policy, *range(pipelines))
     policy.on(Ready(W(0, 0), 1), 1.0)  # an iteration takes 1 s
     assert brief(policy.on(Tick(), 1.1)) == [(0, (0,), CLOSED)]
     policy.on(Ready(W(0, 1), 1), 1.8)  # 0 is due 0.3 s later
@@ -274,8 +264,7 @@ def test_where_candidates_are_split_few_workers_are_held_up_by_enforcement() -> 
 
 def test_time_away_is_no_iteration() -> None:
     policy = make(1, 4, window="auto")
-    for i in range(4):
-        policy.on(Ready(W(0, i), 0), 0.0)
+    ready(policy, *range(4))
     policy.on(Left(W(0, 3)), 1.0)
     policy.on(Joined(W(0, 3)), 1000.0)
     policy.on(Ready(W(0, 3), 1), 1001.0)

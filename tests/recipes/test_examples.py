@@ -31,27 +31,29 @@ needs_jupyter = pytest.mark.skipif(
 )
 
 
+def run(directory: Path, *commands: list[str]) -> str:
+    """What these examples print, each with its arguments, one after the other."""
+    with script(directory, _run, directory, *commands) as running:
+        return running.ends(0)
+
+
 @pytest.mark.distributed
 def test_two_stages_and_two_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "4")
-    with script(tmp_path, _run, tmp_path, ["minimal.py"], ["huggingface.py"]) as running:
-        assert running.wait() == 0, running.printed()
-        assert running.left() == []
-    assert running.printed().count("SDPipe: pipelines × stages = 2 × 2") == 1
-    assert running.printed().count("SDPipe: pipelines × stages = 1 × 2") == 1
+    printed = run(tmp_path, ["minimal.py"], ["huggingface.py"])
+    assert printed.count("SDPipe: pipelines × stages = 2 × 2") == 1
+    assert printed.count("SDPipe: pipelines × stages = 1 × 2") == 1
 
 
 @pytest.mark.distributed
 def test_two_optimizers_by_hand_learn_on_two_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few batches an epoch."""
     monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "4")
-    with script(tmp_path, _run, tmp_path, ["gan.py"], ["actor_critic.py"]) as running:
-        assert running.wait() == 0, running.printed()
-        assert running.left() == []
-    assert running.printed().count("SDPipe: pipelines × stages = 2 × 1") == 2
-    before, after = re.findall(r"was ([\d.]+) from that of the digits, and is ([\d.]+)", running.printed())[0]
+    printed = run(tmp_path, ["gan.py"], ["actor_critic.py"])
+    assert printed.count("SDPipe: pipelines × stages = 2 × 1") == 2
+    before, after = re.findall(r"was ([\d.]+) from that of the digits, and is ([\d.]+)", printed)[0]
     assert float(after) < 0.8 * float(before)
-    first, last = re.findall(r"guessed (\d+)% of the digits right before, and (\d+)% after", running.printed())[0]
+    first, last = re.findall(r"guessed (\d+)% of the digits right before, and (\d+)% after", printed)[0]
     assert int(first) < 30 < int(last)
 
 
@@ -68,26 +70,21 @@ def test_lightning_cli(tmp_path: Path) -> None:
         "--trainer.strategy=sdpipe",
         "--trainer.default_root_dir=by_name",
     ]
-    runs = [["cli.py", "fit", "--config", "cli.yaml", *short], ["cli.py", "fit", *by_name, *short]]
-    with script(tmp_path, _run, tmp_path, *runs) as running:
-        assert running.wait() == 0, running.printed()
-        assert running.left() == []
-    assert "SDPipe: pipelines × stages = 2 × 2" in running.printed()
-    assert "method: DiLoCo(every=4" in running.printed()
-    assert "SDPipe: pipelines × stages = 2 × 1" in running.printed()
+    printed = run(tmp_path, ["cli.py", "fit", "--config", "cli.yaml", *short], ["cli.py", "fit", *by_name, *short])
+    assert "SDPipe: pipelines × stages = 2 × 2" in printed
+    assert "method: DiLoCo(every=4" in printed
+    assert "SDPipe: pipelines × stages = 2 × 1" in printed
 
 
 @pytest.mark.distributed
 @needs_peft
 def test_lora_neither_sends_nor_saves_the_frozen_base(tmp_path: Path) -> None:
-    with script(tmp_path, _run, tmp_path, ["lora.py"]) as running:
-        assert running.wait() == 0, running.printed()
-        assert running.left() == []
+    printed = run(tmp_path, ["lora.py"])
     saved = torch.load(tmp_path / "checkpoints/adapters.ckpt", weights_only=False)["state_dict"]
     assert saved
     assert all("lora_" in name for name in saved)
     trained = sum(tensor.nbytes for tensor in saved.values())
-    updates, sent = map(int, re.findall(r"(\d+) updates, (\d+) bytes sent", running.printed())[0])
+    updates, sent = map(int, re.findall(r"(\d+) updates, (\d+) bytes sent", printed)[0])
     assert updates == 16
     assert sent == updates // 2 * trained  # in a group of two each sends a half, and half of the mean
 
@@ -133,8 +130,7 @@ def test_the_notebook(tmp_path: Path) -> None:
 def test_the_cells_of_the_notebook(tmp_path: Path) -> None:
     """One after the other, without Jupyter."""
     with script(tmp_path, _run_cells, tmp_path) as running:
-        assert running.wait() == 0, running.printed()
-        assert running.left() == []
+        running.ends(0)
     assert re.search(r"^'loss \d+\.\d\d before, \d+\.\d\d after'$", running.printed(), re.MULTILINE)
 
 

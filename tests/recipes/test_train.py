@@ -58,8 +58,7 @@ def rows(directory: Path) -> list[dict[str, str]]:
 def test_a_failed_job_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
     choices = ["data.batch_size=2000,32", "sync=all_reduce", "num_stages=1", f"hydra.sweep.dir={tmp_path}"]
     with script(tmp_path, by_path, "-m", *FORKED, "trainer.devices=2", *choices) as run:
-        assert run.wait() == 1, run.printed()
-        assert run.left() == []
+        run.ends(1)
     failed, done = rows(tmp_path)
     assert [failed["status"], done["status"]] == ["failed", "done"]
     assert failed["error"]
@@ -76,8 +75,7 @@ def test_ranks_of_torchrun_share_one_directory_and_one_summary(tmp_path: Path) -
     outputs = tmp_path / "outputs"
     where = f"hydra.run.dir={outputs}/${{start_time:%f}}"
     with script(tmp_path, torchrun, *SMALL, "trainer.devices=2", where) as run:
-        assert run.wait() == 0, run.printed()
-        assert run.left() == []
+        run.ends(0)
     (output,) = outputs.iterdir()
     assert json.loads((output / "summary.json").read_text())["workers"] == 2
     expected = [".hydra", "metrics", "summary.json", "train.log", "training_curve.png"]
@@ -109,8 +107,7 @@ def test_optuna_searches_for_the_least_objective(tmp_path: Path) -> None:
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "trainer.devices=2"]
     choices = [f"hydra.sweep.dir={tmp_path}", "model.lr=interval(0.01,0.1)", "num_stages=1"]
     with script(tmp_path, module, "recipes.train", "-m", *FORKED, *search, *choices) as run:
-        assert run.wait() == 0, run.printed()
-        assert run.left() == []
+        run.ends(0)
     found = rows(tmp_path)
     assert {row["status"] for row in found} == {"done"}
     best = re.search(r"best_value: ([\d.]+)", (tmp_path / "optimization_results.yaml").read_text())

@@ -59,9 +59,13 @@ class OrdinaryClient(SchedulerClient):
 
 @contextmanager
 def clients(
-    address: str, *workers: Worker, on_invitation: Callable[[Group, int | None], None] | None = None, **options: Any
+    address: str,
+    *workers: Worker,
+    on_invitation: Callable[[Group, int | None], None] | None = None,
+    joins: bool = False,
+    **options: Any,
 ) -> Iterator[list[OrdinaryClient]]:
-    """Of one job; ``options`` are those of :class:`SchedulerClient`."""
+    """Of one job, which have joined if they are to; ``options`` are those of :class:`SchedulerClient`."""
     incarnation = 1 + secrets.randbits(60)
     with ExitStack() as stack:
         made = []
@@ -70,4 +74,6 @@ def clients(
             stack.callback(client.close)
             client.on_invitation = on_invitation
             made.append(client)
+        for client in made if joins else ():
+            client.join()
         yield made

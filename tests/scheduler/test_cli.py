@@ -18,8 +18,10 @@ import pytest
 
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.errors import ConfigurationError, SchedulerError
+from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.scheduler import command
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import (
     make_keys,
@@ -28,6 +30,7 @@ from lightning_sdpipe.scheduler.credentials import (
     read_worker_keys,
     write_keys,
 )
+from lightning_sdpipe.scheduler.server.process import SchedulerSettings
 from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
@@ -79,10 +82,8 @@ def test_status_shows_stages_and_pipelines(capsys: pytest.CaptureFixture[str]) -
     keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
     with (
         serving(spec, 2, 2, keys=keys) as server,
-        clients(server.address, W(0, 0), W(0, 1), W(1, 0), credentials=credentials) as (a, b, c),
+        clients(server.address, W(0, 0), W(0, 1), W(1, 0), credentials=credentials, joins=True) as (a, b, _),
     ):
-        for client in (a, b, c):
-            client.join()
         a.ready(4)
         b.ready(3)
         a.group()
@@ -158,6 +159,18 @@ def test_a_scheduler_that_cannot_start_says_why(
     assert message in capsys.readouterr().err
 
 
+def test_options_of_an_elastic_run_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[SchedulerSettings] = []
+    monkeypatch.setattr(command, "serve", lambda settings, *_: served.append(settings))
+    options = "--min-pipelines 2 --start-pipelines 3 --gather 4 --hold-limit 5 --resume --policy-file policy.json"
+    files = "--log events --newest newest --worker-timeout 6"
+    assert main(f"scheduler --stages 1 --pipelines 4 {options} {files}".split()) == 0
+    (settings,) = served
+    assert settings.elastic == ElasticConfig(2, 3, 4.0, 5.0, resume=True)
+    assert (settings.policy_file, settings.worker_timeout) == (Path("policy.json"), 6.0)
+    assert (settings.files.log, settings.files.newest) == (Path("events"), Path("newest"))
+
+
 def test_a_pipeline_has_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["scheduler", "--stages", "0", "--pipelines", "2"])
@@ -214,8 +227,7 @@ def test_a_scheduler_of_its_own_serves_with_keys_until_told_to_stop(tmp_path: Pa
     try:
         assert process.stdout is not None
         address = process.stdout.readline().split()[-1]
-        with clients(address, W(0, 0), credentials=read_worker_keys(worker_key)) as (a,):
-            a.join()
+        with clients(address, W(0, 0), credentials=read_worker_keys(worker_key), joins=True) as (a,):
             a.ready(1)
             a.group()
         process.send_signal(number)

@@ -193,10 +193,15 @@ def test_a_killed_stage_comes_back_and_all_finish(tmp_path: Path) -> None:
         assert log.count("[stage 1] rank 0 of pipeline 1 runs\n") == 2
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_word_to_the_supervisor_ends_all(tmp_path: Path, number: int, code: int) -> None:
-    with supervised(tmp_path) as run:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_word_to_the_supervisor_or_its_death_ends_all(tmp_path: Path, number: int, code: int) -> None:
+    with supervised(tmp_path, 2, 2) as run:
         run.all_run()
+        children = children_of(run.process.pid)
+        assert len(children) == 6, "and the scheduler, and what kills the rest"
+        run.seen |= children
         run.order(f"child {tmp_path / 'helper'}", 1)
         run.seen.add(int(run.until(lambda: (tmp_path / "helper").exists() and (tmp_path / "helper").read_text())))
         run.process.send_signal(number)
@@ -213,18 +218,6 @@ def test_who_does_not_listen_is_killed_by_a_second_word(tmp_path: Path) -> None:
         run.says("the run ends: Ctrl-C")
         run.process.send_signal(signal.SIGINT)
         assert run.ends() == 130
-
-
-def test_no_orphans_of_a_killed_supervisor(tmp_path: Path) -> None:
-    with supervised(tmp_path, 2, 2) as run:
-        run.all_run()
-        children = children_of(run.process.pid)
-        assert len(children) == 6, "and the scheduler, and what kills the rest"
-        run.seen |= children
-        run.order(f"child {tmp_path / 'helper'}", 1)
-        run.seen.add(int(run.until(lambda: (tmp_path / "helper").exists() and (tmp_path / "helper").read_text())))
-        run.process.kill()
-        assert run.ends() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("told", ["nothing", "to end meanwhile"])

@@ -15,6 +15,7 @@ from lightning_sdpipe.exchange.moving import Pending
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync.barriers import MOST_BYTES, Barriers
+from tests.exchange import threads
 
 
 class Place:
@@ -113,23 +114,17 @@ class Line:
 
 def together(count: int, table: Table, work: Callable[[Barriers, int], Any]) -> list[Any]:
     """What ``work`` returns for each pipeline; None if it ended the pipeline."""
-    place, outcomes = Place(set(range(count))), [None] * count
+    place = Place(set(range(count)))
 
-    def run(pipeline: int) -> None:
+    def run(pipeline: int) -> Any:
         barriers = Barriers(Worker(0, pipeline), Line(pipeline, place), Epochs(pipeline, table), lambda: "here")  # type: ignore[arg-type]
         barriers.set_out()
         try:
-            outcomes[pipeline] = work(barriers, pipeline)
+            return work(barriers, pipeline)
         except SystemExit:
-            place.loses(pipeline)
+            return place.loses(pipeline)
 
-    threads = [threading.Thread(target=run, args=[pipeline]) for pipeline in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-        assert not thread.is_alive()
-    return outcomes
+    return threads.together(count, run)
 
 
 def tensors(table: Table, pipeline: int) -> list[Tensor]:

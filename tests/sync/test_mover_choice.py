@@ -29,7 +29,7 @@ from lightning_sdpipe.optim import FrozenVariance
 from lightning_sdpipe.topology.groups import HOST_VARIABLE
 from tests.features.running import Regression, samples
 from tests.strategy.test_strategy import fit
-from tests.sync.test_methods import EqualReplicas, Gentle, Uneven, train
+from tests.sync.test_methods import EqualReplicas, Uneven, train
 
 
 def loss(model: nn.Module) -> float:
@@ -61,7 +61,7 @@ def test_it_learns_and_ends_each_epoch_with_equal_replicas(
     tmp_path: Path, sync: Any, exchange: Exchange, options: dict[str, Any]
 ) -> None:
     before = loss(Regression())
-    model, metrics = train(tmp_path, sync, Gentle(), exchange=exchange, **options)
+    model, metrics = train(tmp_path, sync, Regression(0.03), exchange=exchange, **options)
     assert loss(model) < 0.95 * before
     assert metrics["groups"] == (12 if "accumulate_grad_batches" not in options else 6)
 
@@ -127,7 +127,7 @@ def test_eight_bits_on_a_model_in_bfloat16(tmp_path: Path) -> None:
         train(
             tmp_path / str(number),
             SemiDecentralized(window=float("inf")),
-            Gentle(),
+            Regression(0.03),
             stages=1,
             exchange=exchange,
             precision="bf16-true",
@@ -164,4 +164,4 @@ def test_a_resumed_run_goes_on_with_its_rounds_and_the_outer_momentum(tmp_path: 
 
 def _two_pipelines(directory: Path, sync: Any, stages: int, **options: Any) -> tuple[Any, Regression]:
     strategy = SDPipeStrategy(stages, sync=sync, start_method="fork")
-    return fit(directory, strategy, 2 * stages, 4, Gentle(), **options)
+    return fit(directory, strategy, 2 * stages, 4, Regression(0.03), **options)

@@ -66,8 +66,7 @@ def processes_of(marker: str) -> dict[int, str]:
 )
 def test_a_wrong_configuration_is_refused_before_any_process_starts(tmp_path: Path, case: str, message: str) -> None:
     with script(tmp_path, run_case.main, case) as run:
-        assert run.wait() == 1
-        assert run.left() == []
+        run.ends(1)
         printed = run.printed()
     assert re.search(message, printed), printed
     assert printed.count("Traceback") == 1
@@ -87,8 +86,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with script(tmp_path, _with_port, port) as run:
-            assert run.wait() == 1
-            assert run.left() == []
+            run.ends(1)
             assert f"MASTER_PORT={port} is in use by another program" in run.printed()
 
 
@@ -211,8 +209,7 @@ def any_rank(first: int) -> list[Any]:
 @pytest.mark.parametrize("rank", any_rank(3))
 def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", f"raise:{rank}") as run:
-        assert run.wait() == 1
-        assert run.left() == []
+        run.ends(1)
         assert first_failure(run) == (rank, "ZeroDivisionError: the user's own mistake")
         printed = run.printed()
     assert "ZeroDivisionError: the user's own mistake" in printed
@@ -225,8 +222,7 @@ def test_an_exception_on_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
 @pytest.mark.parametrize("rank", any_rank(0))
 def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", f"kill:{rank}") as run:
-        assert run.wait() == 1
-        assert run.left() == []
+        run.ends(1)
         assert f"process {rank} terminated with signal SIGKILL" in run.printed()
 
 
@@ -236,8 +232,7 @@ def test_the_death_of_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
 def test_sigterm_to_any_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with script(tmp_path, endings.main, "fork", "none") as run:
         os.kill(training_ranks(run)[rank], signal.SIGTERM)
-        assert run.wait() == 1
-        assert run.left() == []
+        run.ends(1)
         assert first_failure(run) == (rank, "ended by SIGTERM")
         # the first process hears either of the one that ended, or of one that this one took down with it
         told = f"process {rank} terminated with exit code 143|failed first and ended the run: ended by SIGTERM"
@@ -260,8 +255,7 @@ def test_a_signal_to_the_first_process_or_to_all_ends_all(tmp_path: Path, number
     with script(tmp_path, endings.main, "fork", "none", 2) as run:
         training_ranks(run, 2)
         tell(run.pid, number)
-        assert run.wait() == (1 if number == signal.SIGINT else -signal.SIGTERM)
-        assert run.left() == []
+        run.ends(1 if number == signal.SIGINT else -signal.SIGTERM)
 
 
 def in_the_background(*arguments: Any) -> None:
@@ -276,8 +270,7 @@ def test_the_death_of_the_process_that_forked_ends_all(tmp_path: Path) -> None:
     with script(tmp_path, in_the_background, "fork", "none", 2) as run:
         training_ranks(run, 2)
         os.kill(run.pid, signal.SIGKILL)
-        assert run.wait() == -signal.SIGKILL
-        assert run.left() == []
+        run.ends(-signal.SIGKILL)
 
 
 @pytest.mark.distributed

@@ -26,7 +26,7 @@ from recipes.baselines.admission import AdmissionRule
 from tests.features.running import Regression, samples
 from tests.patience import limit
 from tests.sync import test_asynchronous_pairs as pairs
-from tests.sync.test_methods import Gentle, Uneven, assert_close, train
+from tests.sync.test_methods import Uneven, assert_close, train
 from tests.test_public_names import PUBLIC
 from tests.workers import run_workers
 
@@ -40,7 +40,7 @@ def test_a_method_from_outside_learns_and_ends_each_epoch_with_equal_replicas(
 ) -> None:
     x, y = samples(48).tensors
     before = nn.functional.mse_loss(Regression().net(x), y).item()
-    model, metrics = train(tmp_path, sync, Gentle(), stages=1)
+    model, metrics = train(tmp_path, sync, Regression(0.03), stages=1)
     assert nn.functional.mse_loss(model.net(x), y).item() < 0.9 * before
     assert metrics["groups"] == 12
     assert 1.01 < metrics["mean_group_size"] <= largest  # alone when the other has ended its epoch

@@ -32,9 +32,7 @@ W = Worker
 
 
 def test_a_group_reaches_all_its_members() -> None:
-    with serving(AllReduceModels(), 2, 2) as server, clients(server.address, W(1, 0), W(1, 1)) as (a, b):
-        for client in (a, b):
-            client.join()
+    with serving(AllReduceModels(), 2, 2) as server, clients(server.address, W(1, 0), W(1, 1), joins=True) as (a, b):
         for iteration in (5, 6):
             a.ready(iteration)
             b.ready(iteration)
@@ -45,8 +43,7 @@ def test_a_group_reaches_all_its_members() -> None:
 
 
 def test_a_ready_that_was_lost_is_repeated_by_who_only_looks_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0)) as (a,):
-        a.join()
+    with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0), joins=True) as (a,):
         with monkeypatch.context() as lost:
             lost.setattr(a.wire._of_training, "send", lambda message: True)
             a.ready(0)
@@ -161,9 +158,10 @@ class TestVersions:
 
 
 def test_the_first_failure_reaches_everybody() -> None:
-    with serving(AllReduceModels(), 1, 3) as server, clients(server.address, W(0, 0), W(0, 1), W(0, 2)) as (a, b, c):
-        for client in (a, b, c):
-            client.join()
+    with (
+        serving(AllReduceModels(), 1, 3) as server,
+        clients(server.address, W(0, 0), W(0, 1), W(0, 2), joins=True) as (a, b, c),
+    ):
         assert a.first_failure(0.1) is None
         a.ready(0)
         b.failed("out of memory")
@@ -183,10 +181,8 @@ def test_a_failure_told_to_nobody_does_not_block() -> None:
 def test_heartbeats_keep_a_busy_worker_alive() -> None:
     with (
         serving(AllReduceModels(), 1, 2, worker_timeout=1.0) as server,
-        clients(server.address, W(0, 0), W(0, 1)) as (a, b),
+        clients(server.address, W(0, 0), W(0, 1), joins=True) as (a, _),
     ):
-        a.join()
-        b.join()
         a.ready(0)
         a.wire.timeout = 2.0
         with pytest.raises(SchedulerError, match=r"iteration 0.*waits for \(stage 0, pipeline 1\)"):
@@ -196,8 +192,7 @@ def test_heartbeats_keep_a_busy_worker_alive() -> None:
 def test_closing_does_not_wait_for_forked_processes() -> None:
     """Those of a DataLoader have what this one had open."""
     with serving(AllReduceModels(), 1, 1) as server:
-        with clients(server.address, W(0, 0)) as (a,):
-            a.join()
+        with clients(server.address, W(0, 0), joins=True):
             child = os.fork()
             if child == 0:
                 time.sleep(600)
@@ -233,9 +228,10 @@ def test_a_passive_neighbour_is_invited_while_it_computes() -> None:
 
 
 def test_an_invitation_that_nobody_can_follow_ends_the_run() -> None:
-    with serving(ADPSGD(asynchronous=True), 1, 2) as server, clients(server.address, W(0, 0), W(0, 1)) as (a, b):
-        a.join()
-        b.join()
+    with (
+        serving(ADPSGD(asynchronous=True), 1, 2) as server,
+        clients(server.address, W(0, 0), W(0, 1), joins=True) as (a, _),
+    ):
 
         def train_on() -> None:
             for iteration in range(100_000):
@@ -288,8 +284,7 @@ def test_the_right_keys_are_let_in_and_nobody_else(caplog: pytest.LogCaptureFixt
     ours, worker = make_keys()
     theirs, stranger = make_keys()
     with serving(AllReduceModels(), 1, 1, keys=ours) as server:
-        with clients(server.address, W(0, 0), credentials=worker) as (a,):
-            a.join()
+        with clients(server.address, W(0, 0), credentials=worker, joins=True) as (a,):
             a.ready(0)
             assert a.group().members == (W(0, 0),)
             assert ask_status(server.address, credentials=worker).signals == 1

@@ -231,6 +231,13 @@ def ask(talk: c.Conversation, kind: c.Kind, *fields: object) -> m.Request:
     return request
 
 
+def returns(talk: c.Conversation, now: float) -> e.Resumes:
+    """What a process says of itself to a scheduler that does not know it."""
+    enrol = next(request for request in talk.due(now) if isinstance(request, e.Enrol))
+    assert enrol.resumes is not None
+    return enrol.resumes
+
+
 def test_what_is_open_is_repeated_under_new_numbers_and_any_of_them_answers() -> None:
     talk = conversation()
     first = ask(talk, m.Join).number
@@ -271,16 +278,12 @@ def test_a_scheduler_that_was_started_again_hears_up_to_which_group_this_worker_
     ask(both, m.Ready, 4)
     for known in (False, True):
         both.hear(e.Stranger(known))
-        enrol = both.due(0.0)[0]
-        assert isinstance(enrol, e.Enrol)
-        assert enrol.resumes is not None
-        assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answered) == (True, 4, 3)
+        resumes = returns(both, 0.0)
+        assert (resumes.joined, resumes.heard, resumes.answered) == (True, 4, 3)
     ask(both, m.Leave)
     both.hear(e.Stranger())
-    enrol = both.due(0.0)[0]
-    assert isinstance(enrol, e.Enrol)
-    assert enrol.resumes is not None
-    assert (enrol.resumes.joined, enrol.resumes.heard, enrol.resumes.answered) == (False, 4, None)
+    resumes = returns(both, 0.0)
+    assert (resumes.joined, resumes.heard, resumes.answered) == (False, 4, None)
 
 
 def test_a_group_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_not_count() -> None:
@@ -290,9 +293,8 @@ def test_a_group_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_n
     talk.hear(e.Start(EPOCH, True))
     ask(talk, m.Ready, 3)
     talk.hear(e.Stranger(life=8))
-    (enrol,) = (request for request in talk.due(0.1) if isinstance(request, e.Enrol))
-    assert enrol.resumes is not None
-    assert enrol.resumes.heard == talk.earlier == -1
+    resumes = returns(talk, 0.1)
+    assert resumes.heard == talk.earlier == -1
     assert talk.hear(msgspec.structs.replace(ANSWER, life=5)) == []
     new = msgspec.structs.replace(ANSWER, life=8)
     assert talk.hear(new) == [c.Replied(m.Ready, new)]
@@ -318,10 +320,8 @@ def test_what_was_dealt_is_told_to_a_scheduler_that_was_started_again() -> None:
     assert both.hear(m.Dealt(lease, number)) == [c.Replied(m.AskLease, m.Dealt(lease, number))]
     both.ask(e.Enrol, {})
     both.hear(e.Stranger())
-    enrol = both.due(0.0)[0]
-    assert isinstance(enrol, e.Enrol)
-    assert enrol.resumes is not None
-    assert enrol.resumes.book == Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
+    resumes = returns(both, 0.0)
+    assert resumes.book == Book(SEGMENT, (lease,), False, Done(0, None, 0.0))
 
 
 def test_a_lease_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_not_count() -> None:
@@ -329,9 +329,8 @@ def test_a_lease_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_n
     talk = enrolled()
     early, again = ask(talk, m.AskLease, SEGMENT, 0), Lease(SEGMENT, 1, 0, 0, 0, 2, 0.0, 1.0)
     talk.hear(e.Stranger())
-    (enrol,) = (request for request in talk.due(0.1) if isinstance(request, e.Enrol))
-    assert enrol.resumes is not None
-    assert enrol.resumes.book == Book(SEGMENT, (), False, enrol.resumes.book.done if enrol.resumes.book else Done(0))
+    resumes = returns(talk, 0.1)
+    assert resumes.book == Book(SEGMENT, (), False, resumes.book.done if resumes.book else Done(0))
     assert talk.hear(m.Dealt(msgspec.structs.replace(again, stop=4), early.number)) == []
     (asked,) = talk.due_in_training(0.1)
     assert talk.hear(m.Dealt(again, asked.number)) == [c.Replied(m.AskLease, m.Dealt(again, asked.number))]

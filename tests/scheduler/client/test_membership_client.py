@@ -35,6 +35,7 @@ from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
 from lightning_sdpipe.scheduler.log.status_page import render, to_plain
 from lightning_sdpipe.scheduler.server.server import Server
+from tests.exchange.threads import together
 from tests.patience import until
 from tests.scheduler.live_scheduler import serving
 
@@ -75,20 +76,7 @@ def running(
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """The results of all, each in a thread of its own."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(place: int) -> None:
-        try:
-            results[place] = calls[place]()
-        except Exception as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return together(len(calls), lambda place: calls[place]())
 
 
 def comes(fleet: Fleet, donors: list[SchedulerClient], pipeline: int, incarnation: int) -> SchedulerClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ class ElasticDialogue:
         self.service.validate()
         assert not any(isinstance(reply, e.Refused) for _, reply in replies), replies
         return replies
+
+    def all_say(
+        self, kind: type, *fields: object, of: Sequence[Member] = (), stages: int = 1, **named: object
+    ) -> list[Addressed]:
+        """The same of all stages of these members, by default A and B."""
+        said = [(Worker(j, member.pipeline), member.incarnation) for member in of or (A, B) for j in range(stages)]
+        return [reply for who in said for reply in self.say(kind, *who, *fields, **named)]  # type: ignore[arg-type]
 
     def holds(self, worker: Worker, member: Member, *epochs: int) -> list[Addressed]:
         """It has process groups of these."""
@@ -111,9 +119,7 @@ def test_a_scheduler_that_was_started_again_hears_what_a_pipeline_beyond_the_pla
 def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_join() -> None:
     """The session of one that died with the start before is not looked at."""
     d, one_batch, again = ElasticDialogue(stages=2), Segment(5, 0, 0, 1), Member(1, 201)
-    for stage in (0, 1):
-        for member in (A, B):
-            d.say(e.Enrol, Worker(stage, member.pipeline), member.incarnation, SAME)
+    d.all_say(e.Enrol, SAME, stages=2)
     d.say(m.Join, Worker(1, 1), B.incarnation, None)
     d.say(e.Depart, Worker(0, 1), B.incarnation, False, "OSError: gone")
     for stage in (0, 1):
@@ -149,8 +155,7 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
         d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
     assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
     d.say(m.Leave, Worker(0, 1), B.incarnation)
-    for member in (A, B):
-        d.say(e.Beat, Worker(0, member.pipeline), member.incarnation, (5,), 5, True)
+    d.all_say(e.Beat, (5,), 5, True)
     replies = d.say(m.Ready, Worker(0, 0), A.incarnation, 4) + d.service.tick(0.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
 
@@ -175,9 +180,7 @@ def test_a_join_waits_for_a_process_group_unless_rounds_are_apart(config: Policy
 def equal_replicas(stages: int = 1) -> ElasticDialogue:
     """Pipelines 0 and 1 of a run whose replicas are equal have enrolled, and hold process groups of epoch 1."""
     d = ElasticDialogue(AllPresent(), stages)
-    for member in (A, B):
-        for stage in range(stages):
-            d.say(e.Enrol, Worker(stage, member.pipeline), member.incarnation, SAME)
+    d.all_say(e.Enrol, SAME, stages=stages)
     for member in (A, B):
         for stage in range(stages):
             d.holds(Worker(stage, member.pipeline), member, 1)
@@ -187,10 +190,8 @@ def equal_replicas(stages: int = 1) -> ElasticDialogue:
 def test_who_shares_no_process_group_with_its_neighbour_goes_on_alone_until_all_make_another_one() -> None:
     """A pair is not kept until the other one, which computes, has made its process group."""
     d, first, second = ElasticDialogue(ADPSGD(asynchronous=True)), Worker(0, 0), Worker(0, 1)
-    for member in (A, B):
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME)
-    for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None)
+    d.all_say(e.Enrol, SAME)
+    d.all_say(m.Join, None)
     assert d.groups(d.say(m.Ready, first, A.incarnation, 0)) == [(0,)]
     d.holds(first, A, 1)
     d.holds(second, B, 1)
@@ -321,9 +322,7 @@ def test_a_stage_goes_on_whose_other_stage_was_answered_by_the_scheduler_before(
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> None:
     d, new, stages = equal_replicas(2), C.incarnation, range(2)
-    for member in (A, B):
-        for stage in stages:
-            d.say(m.Join, Worker(stage, member.pipeline), member.incarnation, None)
+    d.all_say(m.Join, None, stages=2)
     replies = [d.say(e.Enrol, Worker(stage, 2), new, SAME) for stage in stages]
     ((peer, (transfer,)),) = [told for each in replies for told in donations(each)]
     donor, other = (A, B) if peer == e.peer_of(Worker(0, 0), A.incarnation) else (B, A)
@@ -349,8 +348,7 @@ def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> No
 
 def test_a_newcomer_whose_donor_dies_is_not_waited_for_until_another_one_has_copied() -> None:
     d, new = equal_replicas(), C.incarnation
-    for member in (A, B):
-        d.say(m.Join, Worker(0, member.pipeline), member.incarnation, None)
+    d.all_say(m.Join, None)
     replies = d.say(e.Enrol, Worker(0, 2), new, SAME)
     ((peer, (transfer,)),) = donations(replies)
     donor, other = (A, B) if peer == e.peer_of(Worker(0, 0), A.incarnation) else (B, A)
@@ -368,8 +366,7 @@ def broken_round() -> tuple[ElasticDialogue, Group]:
     epoch = Epoch(4, (A, B, C), "pipeline 2 has come")
     d = ElasticDialogue(AllPresent())
     resumes = e.Resumes(epoch, (epoch.number,), heard=8, joined=True)
-    for member in (A, B, C):
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+    d.all_say(e.Enrol, SAME, resumes, of=(A, B, C))
     d.tick(4.0)
     for member in (A, B, C):
         replies = d.say(m.Ready, Worker(0, member.pipeline), member.incarnation, 5, 8, now=4.0)

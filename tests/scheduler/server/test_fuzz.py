@@ -85,9 +85,7 @@ def test_many_frames_at_the_decoders() -> None:
 
 
 def iterate(address: str, count: int) -> list[Group]:
-    with clients(address, A, B) as (a, b):
-        a.join()
-        b.join()
+    with clients(address, A, B, joins=True) as (a, b):
         groups = []
         for iteration in range(count):
             a.ready(iteration)

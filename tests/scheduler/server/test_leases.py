@@ -89,10 +89,8 @@ def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
     got: list[list[Lease]] = [[], []]
     with (
         serving(AllReduceModels(), 1, 2, log=path) as server,
-        clients(server.address, A, B) as (a, b),
+        clients(server.address, A, B, joins=True) as (a, b),
     ):
-        for client in (a, b):
-            client.join()
         a.ready(0)
         b.ready(0)
         pause = threading.Barrier(2)
@@ -114,8 +112,7 @@ def test_a_lease_that_comes_between_two_looks_is_kept(monkeypatch: pytest.Monkey
         port = int(server.address.rpartition(":")[2])
         lines = DelayedLines("127.0.0.2", [port], 0.08)
         try:
-            with clients(f"tcp://127.0.0.2:{port}", A) as (a,):
-                a.join()
+            with clients(f"tcp://127.0.0.2:{port}", A, joins=True) as (a,):
                 looks: list[Lease | None] = []
                 while len(looks) < 10 and not any(looks):
                     looks.append(a.lease(S, 0, 0.02))

@@ -41,9 +41,7 @@ def test_a_port_in_use_is_one_clear_error() -> None:
 def test_the_embedded_scheduler_serves_and_ends() -> None:
     spec = SemiDecentralized(window=math.inf)
     with SchedulerProcess.embedded(spec, 1, 2) as scheduler:
-        with clients(scheduler.address, W(0, 0), W(0, 1), credentials=scheduler.credentials) as (a, b):
-            for client in (a, b):
-                client.join()
+        with clients(scheduler.address, W(0, 0), W(0, 1), credentials=scheduler.credentials, joins=True) as (a, b):
             a.ready(0)
             b.ready(0)
             assert a.group().reason == Reason.EVERYBODY_CAME
@@ -113,8 +111,7 @@ def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
         with open(f"/proc/{scheduler.pid}/cmdline") as file:
             assert scheduler.credentials.scheduler_public not in file.read()
         address = scheduler.address.replace("0.0.0.0", "127.0.0.1")
-        with clients(address, W(0, 0), credentials=scheduler.credentials) as (a,):
-            a.join()
+        with clients(address, W(0, 0), credentials=scheduler.credentials, joins=True) as (a,):
             a.ready(0)
             a.group()
         for stranger in (None, make_keys()[1]):
@@ -131,8 +128,9 @@ def test_an_ordinary_run_ends_within_a_second_of_its_scheduler(host: Worker | No
     over: list[float] = []
     with SchedulerProcess.embedded(AllReduceModels(), 1, 2) as scheduler:
         told = Callbacks(ends=lambda _: over.append(time.monotonic()))
-        with clients(scheduler.address, W(0, 1), credentials=scheduler.credentials, host=host, told=told) as (b,):
-            b.join()
+        with clients(
+            scheduler.address, W(0, 1), credentials=scheduler.credentials, host=host, told=told, joins=True
+        ) as (b,):
             while b.wire._lifeline is None:
                 time.sleep(0.01)
             scheduler.signal(signal.SIGKILL)
