@@ -12,19 +12,15 @@ import logging
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hydra
 
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
-from lightning_sdpipe.membership.members import Receive
-from lightning_sdpipe.membership.turn_order import Command
 from lightning_sdpipe.meter import PHASES, MeterRow
 from lightning_sdpipe.policies import Group, PolicyConfig
-from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
-from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
 from recipes.suites.grid import Goal, Ratios, Row, ratios
 from recipes.tools import elastic_world
@@ -65,11 +61,6 @@ class Storm(elastic_world.World):
         self.newest: dict[int, Process] = {}
         self.killed: dict[int, float] = {}
         self.back, self.gaps = list[float](), list[float]()
-        self._together = isinstance(config, AllPresent | OuterRounds)
-        self._contains: defaultdict[int, int] = defaultdict(int)
-        """Number of rounds in the model of each start."""
-        self._copied: dict[tuple[int, str], int] = {}
-        """That in the states that were copied, by start and transfer."""
         self._named: dict[int, Group] = {}
         """Groups of the starts' next rounds."""
         self._kept_at: dict[int, tuple[float, int]] = {}
@@ -117,14 +108,9 @@ class Storm(elastic_world.World):
         process.iteration += 1
         self.is_ready(process, lambda answer: self._named.update({process.incarnation: answer.group}))
 
-    def is_ready(self, process: Process, then: Callable[[Any], None]) -> None:
-        """Say so, and what the model contains, where that is counted."""
-        contains = self._contains[process.incarnation] if self._together else None
-        self.ask_session(process, then, m.Ready, process.iteration, contains)
-
     def turn(self, process: Process) -> None:
         if not isinstance(self.config, OuterRounds):
-            self.is_ready(process, lambda answer: self.exchange(process, answer.group))
+            super().turn(process)
             return
         us = (round(self._seconds * 1e6), *(0,) * (len(PHASES) - 1))
         process.talk.rows.add(process.iteration, MeterRow(us, 0, self.nanoseconds(), follows=process.turns > 1))
@@ -135,20 +121,10 @@ class Storm(elastic_world.World):
             self.exchange(process, group)
             return
         if group is not None and group.source is not None:
-            self.contain(process, self._contains[self.newest[group.source.pipeline].incarnation])
+            source = self.newest[group.source.pipeline]
+            self.contain(process, source.rounds, source.outcomes)
             self.stands(process)
         self.stepped(process)
-
-    def contain(self, process: Process, rounds: int) -> None:
-        self._contains[process.incarnation] = process.talk.contains = rounds
-
-    def obey(self, process: Process, command: Command) -> None:
-        super().obey(process, command)
-        self._copied[process.incarnation, command.text] = self._contains[process.incarnation]
-
-    def copied(self, process: Process, receive: Receive) -> None:
-        self.contain(process, self._copied.get((self.newest[receive.donor].incarnation, receive.transfer), 0))
-        super().copied(process, receive)
 
     def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
         """Let a fault of this kind come, and the next one. One that trains is left alone: others get its state."""
@@ -187,26 +163,12 @@ class Storm(elastic_world.World):
         super().exchanged(process, group)
 
     def exchange_ends(self, process: Process) -> None:
-        if (group := process.group) is not None and self._together and process.has_result is False:
-            process.iteration += 1
-            self.is_ready(process, lambda answer: self.again(process, group, answer.group))
-            return
-        if group is not None:
+        if (group := process.group) is not None and (process.has_result or not self.together):
             if process.has_result and len(group.members) > 1:
                 self.keep(process, group)
-            if self._together and process.has_result:
-                self.contain(process, self._contains[process.incarnation] + 1)
             if isinstance(self.config, OuterRounds):
                 self.stands(process)
         super().exchange_ends(process)
-
-    def again(self, process: Process, lacking: Group, group: Group) -> None:
-        """Make the round ``lacking`` again, or get its outcome."""
-        if group.source is None:
-            self.begin_exchange(process, group)
-        else:
-            process.group, process.has_result = lacking, not self.newest[group.source.pipeline].dead
-            self.after(0.05, lambda: self.exchange_ends(process))
 
     def keep(self, process: Process, group: Group) -> None:
         """Note that the steps of ``process`` are in a model that others have, too."""

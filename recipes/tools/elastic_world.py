@@ -27,7 +27,9 @@ from lightning_sdpipe.membership.members import Epoch, Exchanging, MemberDecisio
 from lightning_sdpipe.membership.turn_order import Command, CommandKind, turn_order
 from lightning_sdpipe.policies import Group, PolicyConfig, Worker
 from lightning_sdpipe.policies.ad_psgd import ADPSGD
+from lightning_sdpipe.policies.all_reduce import AllPresent
 from lightning_sdpipe.policies.local_sgd import LocalSGD
+from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
@@ -48,6 +50,8 @@ class Copy:
 
     update: int
     segment: Segment
+    rounds: int
+    outcomes: int
 
 
 @dataclass
@@ -63,6 +67,14 @@ class Process:
     copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
     update: int = 0
+    rounds: int = 0
+    """Of all that are there, whose outcomes are in its model, where the policy makes such."""
+    outcomes: int = 0
+    """What tells these from others."""
+    kept: int = -1
+    """The number of rounds after the last one whose outcome it has got, not copied with a state."""
+    refused: int = 0
+    """Times in a row that another one could not hand over what it lacks."""
     turns: int = 0
     """Since it joined."""
     obeyed: int = 0
@@ -142,12 +154,16 @@ class World:
         """Of each pipeline between two pauses; and how often an exchange fails for no reason."""
         self.by_peer: dict[bytes, Process] = {}
         self.draw(pairs)
-        self.now = 0.0
+        self.one = isinstance(self.config, AllPresent)
+        """Can the outcome of the last round alone be handed over, not all of a model?"""
+        self.together = self.one or isinstance(self.config, OuterRounds)
+        """Does the policy make rounds of all that are there?"""
+        self.now: float = 0.0
         self.tick = itertools.count()
         self.calendar: list[tuple[float, int, Callable[[], None]]] = []
         self.processes: list[Process] = []
         self.starts = itertools.count(1)
-        self.kills = 0
+        self.kills: int = 0
         self.apart: set[frozenset[int]] = set()
         """Pairs of pipelines that cannot reach each other."""
         self.service: SchedulerService | None = None
@@ -376,8 +392,8 @@ class World:
                 process.talk.lifeline(there=True)
             case m.Invitation(group=group) if group.source is None:
                 self.begin_pair(process, group, lambda: None)
-            case m.Invitation():
-                pass  # it only gives
+            case m.Invitation(group=group):
+                process.begun.add(group.sequence)  # it only gives
             case e.End(reason=reason, run=run):
                 assert not run or self.finishes_after is not None, reason
                 self.die(process, f"it must end: {reason}")
@@ -418,6 +434,7 @@ class World:
         if reply.fresh:
             self.check_that_nothing_is_lost(process, reply.checkpoint)
             process.update, process.segment = 0, Segment(self.runs[process.incarnation][0], 0, 0, self.batches)
+            process.rounds = process.outcomes = 0
         else:
             states = {(p.update, p.segment) for p in self.job(process) if p.state == "receiving"}
             assert len(states) == 1, f"a state of several updates was given: {states}"
@@ -444,6 +461,7 @@ class World:
         said: tuple[object, ...] = receive.transfer, -1, "connection reset"
         if copy is not None and self.rng.random() >= 0.05:
             process.update, process.segment = copy.update, copy.segment
+            self.contain(process, copy.rounds, copy.outcomes)
             said = receive.transfer, copy.update
         else:
             process.update, process.segment = 0, Segment(0, 0, 0, 0)
@@ -535,7 +553,12 @@ class World:
 
     def turn(self, process: Process) -> None:
         """It asks for the group of its iteration, and trains the batch when the exchange is over."""
-        self.ask_session(process, lambda answer: self.exchange(process, answer.group), m.Ready, process.iteration)
+        self.is_ready(process, lambda answer: self.exchange(process, answer.group))
+
+    def is_ready(self, process: Process, then: Callable[[Any], None]) -> None:
+        """Say so, and what the model contains, where that is counted."""
+        contains = process.rounds if self.together else None
+        self.ask_session(process, then, m.Ready, process.iteration, contains)
 
     def dealt(self, process: Process, reply: m.Dealt) -> None:
         process.lease, process.done, process.ordinal = reply.lease, 0, process.ordinal + 1
@@ -545,6 +568,8 @@ class World:
         job, said = self.job(process), self.commands[process.incarnation, process.turns]
         if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
             return False  # its neighbours have nothing for it yet
+        if self.one and any(p.update < process.update for p in job):
+            return False  # gradients are clipped together
         go, there = Command(CommandKind.GO), m.AskLease not in process.talk._open
         if process.worker.stage == 0 and all(p.obeyed == len(said) and not p.copying for p in job) and go not in said:
             order = turn_order(process.leaving, process.talk.donations, process.talk.held_up)
@@ -568,7 +593,7 @@ class World:
             self.depart(process, finished=False)
         elif command.kind is CommandKind.DONATE:
             assert command.text not in process.copies, "it copies twice"
-            process.copies[command.text] = Copy(process.update, process.segment)
+            process.copies[command.text] = Copy(process.update, process.segment, process.rounds, process.outcomes)
             self.copied_at[process.incarnation, command.text].add(process.update)
             process.copying += 1
             self.ask(process, lambda _: self.told(process), e.TellSnapshot, command.text, process.update)
@@ -586,7 +611,7 @@ class World:
             process.group = group
             self.begin_pair(process, group, lambda: self.exchange_ends(process))
         else:
-            self.begin_exchange(process, group)
+            self.again(process, group, group)
         if self.overlaps:
             self.stepped(process)
         else:
@@ -613,12 +638,65 @@ class World:
             self.after(0.1, lambda: self.exchanged(process, group))
             return
         failed = len(group.members) > 1 and (not workers <= there or self.rng.random() < self.breaks)
-        process.has_result = not (failed or group.sequence in process.broke)
+        if failed or group.sequence in process.broke:  # it keeps its model
+            self.break_off(process, group)
+        elif self.together:
+            self.has_outcome(process, process.rounds + 1, hash((process.outcomes, group.members, group.sequence)))
+        self.ends(process, not (failed or group.sequence in process.broke))
+
+    def break_off(self, process: Process, group: Group) -> None:
+        process.talk.holds([epoch for epoch in process.talk.held if epoch != group.epoch])
+
+    def ends(self, process: Process, has_result: bool) -> None:
+        process.has_result = has_result
         process.talk.exchanges(None)
-        if not process.has_result:  # it keeps its model
-            process.talk.holds([epoch for epoch in process.talk.held if epoch != group.epoch])
         self.pump(process)
         self.exchange_ends(process)
+
+    def again(self, process: Process, lacking: Group, group: Group) -> None:
+        """It begins the exchange of ``group``, or gets the outcome of the round that it is ``lacking``."""
+        if group.source is None:
+            self.begin_exchange(process, group)
+            return
+        process.group, process.has_result = lacking, None
+        process.talk.exchanges(Exchanging(group.sequence, tuple(w.pipeline for w in group.members), 0))
+        self.after(0.05, lambda: self.handed(process, lacking, group, self.now))
+
+    def handed(self, process: Process, lacking: Group, group: Group, since: float) -> None:
+        """The source gives it if it has it, and has heard that it is to."""
+        if process.dead or process.group is not lacking or process.has_result is not None:
+            return
+        source = next((p for p in self.processes if p.worker == group.source and not p.dead), None)
+        hears = source is not None and group.sequence not in source.begun and group.sequence not in process.broke
+        if hears and self.now - since < self.silence:
+            self.after(0.1, lambda: self.handed(process, lacking, group, since))
+            return
+        has_result = False
+        if source is None or group.sequence not in source.begun:
+            self.break_off(process, group)
+            process.refused = 0
+        elif source.kept == source.rounds == process.rounds + 1 or (not self.one and source.rounds > process.rounds):
+            self.seen["handed over"] += 1
+            self.has_outcome(process, source.rounds, source.outcomes)
+            has_result = True
+        elif process.refused > 2 * len(self.processes):  # none can
+            self.seen["fell behind"] += 1
+            self.die(process, "it falls behind")
+            return
+        else:
+            process.refused += 1
+        self.ends(process, has_result)
+
+    def has_outcome(self, process: Process, rounds: int, outcomes: int) -> None:
+        self.contain(process, rounds, outcomes)
+        process.kept, process.refused = rounds, 0
+
+    def contain(self, process: Process, rounds: int, outcomes: int) -> None:
+        """All that are left have the same models after so many rounds."""
+        process.rounds, process.outcomes, process.talk.contains = rounds, outcomes, rounds
+        stage = [p for p in self.processes if p.worker.stage == process.worker.stage and not p.dead]
+        same = {p.outcomes for p in stage if (p.segment.run, p.rounds) == (process.segment.run, rounds)}
+        assert same == {outcomes} or not self.one, f"{process.worker} has another outcome of round {rounds} than others"
 
     def begin_pair(self, process: Process, group: Group, then: Callable[[], None]) -> None:
         """An exchange beside the training, which is dropped if it breaks off, or does not move for so long."""
@@ -641,6 +719,10 @@ class World:
             then()
 
     def exchange_ends(self, process: Process) -> None:
+        if (group := process.group) is not None and self.together and process.has_result is False:
+            process.iteration += 1
+            self.is_ready(process, lambda answer: self.again(process, group, answer.group))
+            return
         process.group = None
         if process.goes_on is not None:
             goes_on, process.goes_on = process.goes_on, None
