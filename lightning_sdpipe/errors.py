@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ConfigurationError(ValueError):
@@ -94,7 +94,7 @@ def check_number(
     Raises:
         ConfigurationError: the value is refused; the message tells what is ``allowed``.
     """
-    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    number: Any = math.nan if isinstance(value, bool) or not isinstance(value, Real) else value
     if not least <= number <= most or number <= above or number >= below:
         raise refusal(name, value, allowed)
 

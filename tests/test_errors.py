@@ -15,6 +15,7 @@ BEYOND = [
     (1.1, {"most": 1}),
     (1, {"below": 1}),
     (math.inf, {"below": math.inf}),
+    (10**400, {"most": 1}),
 ]
 NO_NUMBERS: list[Any] = [(math.nan, {}), (True, {}), ("1", {}), (None, {})]
 

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import Literal
 
+import msgspec
+
 from lightning_sdpipe.errors import ConfigurationError, check_choices, check_integer, check_number
 from lightning_sdpipe.policies.capabilities import GROUPS
 from lightning_sdpipe.policies.decisions import Decision, Group, Reason
@@ -66,6 +68,7 @@ class PartialReduce(PolicyConfig, frozen=True):
         check_integer("group_size", self.group_size, 2, "pipelines")
         if self.decay is not None:
             check_number("decay", self.decay, "a number between 0 and 1, or null for equal weights", above=0, below=1)
+            msgspec.structs.force_setattr(self, "decay", float(self.decay))
         check_choices(self)
         if self.missing != "closest" and self.decay is None:
             raise ConfigurationError(

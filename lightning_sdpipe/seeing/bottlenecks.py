@@ -16,6 +16,7 @@ from lightning_sdpipe.policies.decisions import Reason
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.seeing.finding import (
     FOR_CAUSE,
+    RECENT,
     SCHEDULES,
     Advice,
     Charge,
@@ -35,7 +36,7 @@ STALLS, MANY_STALLS = 0.10, 0.30
 """Shares of own time: from the first one on stalls are reported, and from the second on they exceed what a shared
 machine causes."""
 SELDOM = 2
-"""Longest updates of a worker without which there must be stalls, too: it compiled then, perhaps."""
+"""Longest updates of a worker without which there must be stalls, too, early in a run: it compiled then, perhaps."""
 MEETINGS = 16
 """Least number of meetings by which a link is judged."""
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
@@ -125,7 +126,8 @@ class _Stalls:
         late = [at for at, us in enumerate(own) if us > usual]
         self.own = sum(own)
         self.excess = sum(own[at] - usual for at in late)
-        self.again = sum(sorted(own[at] - usual for at in late)[:-SELDOM])
+        longest = sorted(own[at] - usual for at in late)
+        self.again = self.excess if len(own) >= RECENT else sum(longest[:-SELDOM])
         self.core = sum(max(0.0, series.core[at] - core) for at in late)
         self.phases = []
         for phase in range(OWN):

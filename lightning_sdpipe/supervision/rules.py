@@ -338,7 +338,7 @@ class Rules:
             self._say(f"pipeline {pipeline.number} is back after {now - pipeline.lost_at:.1f} s{where}")
             self._returns, self._missed = self._returns + 1, self._missed + now - pipeline.lost_at
             pipeline.lost_at = None
-        if not self._all_came and all(other.trained for other in self._pipelines):
+        if not self._all_came and all(each.trained and each.phase is _Phase.RUNNING for each in self._pipelines):
             self._all_came = True
             self._say(f"all {len(self._pipelines)} pipelines train")
 

@@ -72,6 +72,16 @@ def test_at_steady_speeds_nobody_waits_longer_than_one_batch_of_its_own(seconds:
             assert over - last <= own * (1 + 1e-6) + max(START, *seconds) * unknown
 
 
+@pytest.mark.parametrize(
+    ("seconds", "length", "longest"),
+    [((0.9, 0.9, 0.9, 60.0), 1, 500.0), ((0.005, 0.005, 0.005, 1.02), 100, 60.0)],
+)
+def test_a_slow_pipeline_does_not_hold_up_every_epoch(seconds: tuple[float, ...], length: int, longest: float) -> None:
+    """Where the first batch of an epoch alone tells its speed, or the speeds of the others are unknown."""
+    _, ends = run(NoSync(), len(seconds), length, constant(*seconds), 40)
+    assert ends[-1] < longest
+
+
 @given(
     pipelines=st.integers(1, 6),
     length=st.integers(1, 40),

@@ -100,6 +100,13 @@ def test_updates_that_compile_are_no_stalls(tmp_path: Path) -> None:
     assert "stalling" not in kinds(log_of(tmp_path, own))
 
 
+def test_seldom_but_long_stalls_late_in_a_run_are_told(tmp_path: Path) -> None:
+    def own(worker: Worker, number: int) -> dict[str, float]:
+        return {"forward": STEADY(worker, number) + 5.0 * (worker.pipeline == 2 and number % 100 == 50)}
+
+    assert "stalling" in kinds(log_of(tmp_path, own, updates=400))
+
+
 def test_many_stalls_are_more_than_a_note(tmp_path: Path) -> None:
     finding = only(log_of(tmp_path, stalls(0, 1, 2, 3, seconds=0.4)))
     assert (finding.kind, finding.severity) == ("stalling", "critical")

@@ -59,6 +59,13 @@ def test_the_beginning() -> None:
     assert made.on(seen(0, 1, at=105.0), 105.0) == [Say("all 2 pipelines train")]
 
 
+def test_a_pipeline_that_was_lost_before_another_came_does_not_train() -> None:
+    made = rules(2)
+    made.on(seen(0, at=5.0, leader=0), 5.0)
+    made.on(ProcessEnded(0, 0, KILLED), 6.0)
+    assert "all 2 pipelines train" not in lines(made.on(seen(1, at=6.2, lives={1: 1}, ever=[0, 1]), 6.3))
+
+
 def test_a_killed_stage_and_its_pipelines_return() -> None:
     made = training()
     assert made.on(ProcessEnded(2, 1, KILLED), 10.0) == [Say("pipeline 2 lost (stage 1 killed); 3 of 4 go on")]

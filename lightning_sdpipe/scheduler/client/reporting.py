@@ -26,7 +26,7 @@ class HeardLeases:
 
     The first batch of a segment takes longer than others: with it a loader starts, and the very first one may compile.
     It counts only for later segments, if no other batch was timed: the others take no longer than it does, and if their
-    speed is unknown, :data:`START` less. A stall may be over, but a pipeline that is dealt nothing is never timed
+    speed is unknown, up to :data:`START` less. A stall may be over, but a pipeline that is dealt nothing is never timed
     again: after 1, 2, 4 … segments without a batch its speed is unknown again, until it gets batches by its speed.
     """
 
@@ -92,7 +92,8 @@ class HeardLeases:
             self._vain, self._patience, self._tried = 0, self._patience if self._tried else 1, False
         if self._first is not None and not self._timed:
             if not self._lengths or sum(self._lengths) > self._first * len(self._lengths):
-                self._lengths = deque([self._first - START] if self._first > START else [], RECENT)
+                rest = max(self._first - START, self._first / 2)
+                self._lengths = deque([rest] if self._first > START else [], RECENT)
         elif self._lengths and not self._trained:
             self._vain += 1
             if self._vain >= self._patience:

@@ -143,12 +143,12 @@ class SharedEvaluations:
                 return
 
     def _load(self, loader: int, numbers: Sequence[int]) -> Iterator[Item]:
-        since: float | None = None  # the end of the first batch, with which the loader starts
+        since, counted = time.monotonic(), len(numbers)
         for batch, number in self._loaders[loader].take(numbers):
             yield batch, number, loader
-            since = since or time.monotonic()
-        if since is not None:
-            self._seconds, self._number = self._seconds + time.monotonic() - since, self._number + len(numbers) - 1
+            if counted == len(numbers) > 1:  # the first of several, with which the loader starts
+                since, counted = time.monotonic(), counted - 1
+        self._seconds, self._number = self._seconds + time.monotonic() - since, self._number + counted
 
     def _results(
         self, evaluation: Evaluation, before: Mapping[str, Any], counts: Mapping[str, int]
