@@ -160,10 +160,10 @@ class Turns(Protocol):
         """Begin a segment of dealt batches. All workers are together, and take part from now on."""
 
     @property
-    def called(self) -> bool:
-        """True if the other pipelines expect this one in an exchange for which it is ready while it trains."""
+    def called(self) -> int | None:
+        """A number if the other pipelines expect this one in an exchange for which it is ready while it trains."""
 
-    def take_part(self) -> None:
+    def take_part(self, called: int) -> None:
         """Take part in that exchange after this turn."""
 
     def drain(self) -> None:

@@ -46,8 +46,7 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     """Workers of one stage that average their models now.
 
     ``members`` is sorted. ``weights`` belong to the members in that order and add up to 1: each member's model becomes
-    the weighted sum of all members' models. ``sequence`` is unique in the run and increasing. ``reason`` is for people,
-    except that a round that is made again is one of its stage alone.
+    the weighted sum of all members' models. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
 
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
     before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they contribute contain

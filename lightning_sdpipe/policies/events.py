@@ -32,12 +32,14 @@ class Worker(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False)
 class Ready(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="ready"):
     """The local step of ``iteration`` is finished, or needs no other worker, and ``worker`` waits for a group.
 
-    Where replicas take over the outcome of every round, its model ``contains`` those of so many rounds.
+    Where replicas take over the outcome of every round, its model ``contains`` those of so many rounds. It says so
+    ``again`` if its last round has broken off: it goes on when it has the outcome of that one.
     """
 
     worker: Worker
     iteration: int
     contains: Count | None = None
+    again: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, gc=False, tag="progress"):

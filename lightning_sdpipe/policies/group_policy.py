@@ -26,6 +26,7 @@ class GroupPolicy:
             participants.check_waits(worker, iteration)
             decisions = self.time_passed(now)
             participants.waiting[worker.stage][worker.pipeline] = iteration
+            participants.again[worker.stage][worker.pipeline] = event.again
             if event.contains is not None:
                 decisions = decisions + self.worker_contains(worker, event.contains)
             return decisions + self.worker_ready(worker, iteration, now)

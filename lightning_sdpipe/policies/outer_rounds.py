@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from lightning_sdpipe.errors import check_integer
 from lightning_sdpipe.policies.decisions import Decision, Reason
-from lightning_sdpipe.policies.events import Progress, Worker
+from lightning_sdpipe.policies.events import Progress
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.rounds_of_all import RoundsOfAll
 
@@ -51,19 +51,6 @@ class OuterRoundsPolicy(RoundsOfAll):
         """Updates of all pipelines in a round."""
         self._made = 0
         """Updates since the last round."""
-        self._last: list[tuple[set[int] | None, int]] = [(set(), -1) for _ in range(num_stages)]
-        """Members of the last round, by stage, and number of rounds that they had; None if it is not known."""
-
-    def worker_contains(self, worker: Worker, rounds: int) -> list[Decision]:
-        found = super().worker_contains(worker, rounds)
-        for stage, (members, _) in enumerate(self._last):
-            if members is None and stage != worker.stage:  # what it has says that they lack the last round
-                found += self.advance(stage, Reason.EVERYBODY_CAME)
-        return found
-
-    def worker_vanished(self, worker: Worker) -> list[Decision]:
-        (self._last[worker.stage][0] or set()).discard(worker.pipeline)
-        return super().worker_vanished(worker)
 
     def worker_progressed(self, progress: Progress, now: float) -> list[Decision]:
         if progress.worker.stage == 0:  # all stages make the same
@@ -71,35 +58,20 @@ class OuterRoundsPolicy(RoundsOfAll):
         return [] if self._made < self._due else self.advance(0, Reason.EVERYBODY_CAME)
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
-        self._made = self._due  # a round that has broken off may be waited for
-        self._last = [(None, -1) for _ in self._last]
+        self._made = self._due  # how many updates were made is not known
         return []
 
     def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
         workers = self.participants
-        stages = range(workers.num_stages)
-        if again := self._lacks(stage):
-            return [self._round(stage, again, Reason.MADE_AGAIN)]
+        waiting, stages = workers.waiting[stage], range(workers.num_stages)
+        # Others, which stand, train on: without stage 0 they would never begin it.
+        if again := [pipeline for pipeline in waiting if workers.again[stage][pipeline]]:
+            return [workers.group(stage, again, Reason.MADE_AGAIN)]
         if (
             self._made < self._due
             or any(workers.waiting[other].keys() != workers.active[stage] for other in stages)
             or any(workers.active[other] != workers.active[stage] for other in stages)
-            or any(map(self._lacks, stages))
         ):
             return []
         self._made = 0
-        return [self._round(each, list(workers.waiting[each]), why) for each in stages]
-
-    def _round(self, stage: int, members: list[int], why: Reason) -> Decision:
-        self._last[stage] = set(members), self.newest(stage)
-        return self.participants.group(stage, members, why)
-
-    def _lacks(self, stage: int) -> list[int]:
-        """Return those that wait for the last round of ``stage`` to be made again. Others may wait for the next one,
-        and train on meanwhile: without stage 0 they would never begin it."""
-        waiting, newest, (members, before) = self.participants.waiting[stage], self.newest(stage), self._last[stage]
-        if members is None:
-            stages = range(self.participants.num_stages)
-            return list(waiting) if any(self.newest(other) == newest + 1 for other in stages) else []
-        known = self.contains[stage]
-        return [pipeline for pipeline in waiting if pipeline in members and known.get(pipeline) == newest == before]
+        return [workers.group(each, list(workers.waiting[each]), why) for each in stages]

@@ -22,6 +22,8 @@ class Participants:
         self.num_pipelines = num_pipelines
         self.active: list[set[int]] = [set() for _ in range(num_stages)]
         self.waiting: list[dict[int, int]] = [{} for _ in range(num_stages)]
+        self.again: list[dict[int, bool]] = [{} for _ in range(num_stages)]
+        """Whether the last ready of each worker said that its last round has broken off, by stage and pipeline."""
         self.next_sequence = 0
         """Number of the next group."""
         self._answered: list[dict[int, int]] = [{} for _ in range(num_stages)]

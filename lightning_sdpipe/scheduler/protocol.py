@@ -104,10 +104,11 @@ class Join(TrainingRequest, frozen=True, gc=False, tag="join"):
 
 class Ready(TrainingRequest, frozen=True, gc=False, tag="ready"):
     """The worker needs no other worker to finish the local step of ``iteration``, and waits for a group. What its model
-    ``contains`` is as in :class:`~lightning_sdpipe.policies.events.Ready`."""
+    ``contains``, and whether it says so ``again``, are as in :class:`~lightning_sdpipe.policies.events.Ready`."""
 
     iteration: Count
     contains: Count | None = None
+    again: bool = False
 
 
 class Leave(TrainingRequest, frozen=True, gc=False, tag="leave"):

@@ -32,7 +32,7 @@ from lightning_sdpipe.exchange.moving import copied, pieces_of
 from lightning_sdpipe.exchange.outer_model import Fragments, Nesterov, OuterModel
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterRoundsModel, OuterState
 from lightning_sdpipe.p2p import labelled, waiting_for
-from lightning_sdpipe.policies.decisions import Group, Reason
+from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.peers import gives_outcomes
@@ -61,8 +61,10 @@ class OuterRoundsAveraging(OuterAveraging):
         self.by_samples = by_samples
         self._samples = self._samples_sent = 0.0
         """Samples since the last round, and those that are in the round under way."""
-        self._stands = self._takes_part = False
-        """Whether it is ready for a round while it trains on, and whether that begins after this turn."""
+        self._stands = False
+        """Whether it is ready for a round while it trains on."""
+        self._called: int | None = None
+        """Life of the scheduler that has named the round that begins after this turn."""
         self._group: Group | None = None
         """Members of that round, if they are known already."""
         (self._whole,) = self._fragments
@@ -113,22 +115,16 @@ class OuterRoundsAveraging(OuterAveraging):
         if self.announced or self._stands:
             self._say_ready()
 
-    def _say_ready(self) -> None:
+    def _say_ready(self, again: bool = False) -> None:
         self._number = max(self._update - 1, self._number + 1)
-        self.replica.client.ready(self._number, self._state.rounds)
+        self.replica.client.ready(self._number, self._state.rounds, again)
 
     @property
-    def called(self) -> bool:
+    def called(self) -> int | None:
         self._look()
         if self._stands and self._group is None and self._whole.since >= self._schedule.every:
             self.replica.client.beat_soon()  # the round may be due, and heartbeats tell of updates
-        return self._group is not None and not self._is_of_this_stage_alone
-
-    @property
-    def _is_of_this_stage_alone(self) -> bool:
-        """Whether the next round is one that is made again: after a restart of the scheduler it may have members that
-        were not in it, and stand."""
-        return self._group is not None and self._group.reason == Reason.MADE_AGAIN
+        return None if self._group is None else self.replica.client.named_by
 
     def _look(self) -> None:
         """Note the group of the next round if it is known, or get what others have and this worker has missed. Drop one
@@ -154,12 +150,12 @@ class OuterRoundsAveraging(OuterAveraging):
         if (new := self._handed_over(group)) is not None:
             self._adopts(new)
 
-    def take_part(self) -> None:
-        self._takes_part = True
+    def take_part(self, called: int) -> None:
+        self._called = called
 
     @property
     def shares_next(self) -> bool:
-        return self.announced or self._takes_part or self._is_of_this_stage_alone
+        return self.announced or self._called is not None
 
     def synchronise(self) -> None:
         """Adopt the base of the last round, and run or begin the round that is due."""
@@ -171,24 +167,33 @@ class OuterRoundsAveraging(OuterAveraging):
         if not self.shares_next:
             self._look()
         else:
-            asked, rounds = time.perf_counter(), self._state.rounds
+            asked = time.perf_counter()
             with labelled("group"):
-                while (group := self._group or self._round_of(self.replica.client.group())) is None:
-                    if self._takes_part and self._state.rounds > rounds:
-                        break  # it was handed over what it was called for, and stands for the round after that
+                group = self._named_group()
             waited += time.perf_counter() - asked
-            self._takes_part, self._group = False, None
+            self._called = None
             if group is not None:
-                self.announced = self._stands = False
+                self._group, self.announced, self._stands = None, False, False
                 members = len(group.members)
                 self._begin_round(group)
         self.statistics.count(members, waited, time.perf_counter() - start - waited)
+
+    def _named_group(self) -> Group | None:
+        """Wait for the group of the round that begins now. Return None if the scheduler that named it was started again
+        before this stage heard of it: then it stands for the next one, and gets handed over what it misses."""
+        client, called = self.replica.client, self._called
+        while self._group is None:
+            group = client.group() if called is None else client.group_unless_restarted(called)
+            if group is None:
+                return None
+            self._group = self._round_of(group)
+        return self._group if called is None or client.named_by == called else None
 
     def settle(self) -> None:
         """Take part in a round whose members have been named already, and adopt its outcome, or that of one that is
         under way."""
         if self._stands:
-            self._stands = self._takes_part = False
+            self._stands, self._called = False, None
             group, self._group = self._group, None
             if group is None and (group := self.replica.client.withdraw()) is not None:
                 self.replica.client.join()
@@ -300,7 +305,7 @@ class OuterRoundsAveraging(OuterAveraging):
             waited, self._job = self._job.wait(), None
         sent = self._sent if self._late else None
         while (new := self._came) is None:
-            self._say_ready()
+            self._say_ready(again=True)
             with labelled("group"):
                 group = self.replica.client.group()
             if group.source is None:

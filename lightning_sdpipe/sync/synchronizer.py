@@ -300,12 +300,12 @@ class Synchronizer:
         return self.gradients is None or type(self).begin_backward is not Synchronizer.begin_backward
 
     @property
-    def called(self) -> bool:
-        """True if members were named for an exchange that this worker is ready for while it trains on. Then every stage
-        of its pipeline must :meth:`take_part` before the same turn."""
-        return False
+    def called(self) -> int | None:
+        """Life of the scheduler that has named the members of an exchange that this worker is ready for while it trains
+        on. Then every stage of its pipeline must :meth:`take_part` before the same turn. None if there is none."""
+        return None
 
-    def take_part(self) -> None:
+    def take_part(self, called: int) -> None:
         """Take part after this turn in the exchange for which this pipeline was :attr:`called`."""
 
     def announce(self, iteration: int) -> None:

@@ -576,11 +576,11 @@ class Training:
             self.rendezvous.join()
 
     @property
-    def called(self) -> bool:
+    def called(self) -> int | None:
         return self.sync.called
 
-    def take_part(self) -> None:
-        self.sync.take_part()
+    def take_part(self, called: int) -> None:
+        self.sync.take_part(called)
 
     def rest(self) -> None:
         self.drain()

@@ -41,11 +41,12 @@ class Stage:
     ready: bool = False
     stands: bool = False
     """Whether it trains on meanwhile, and begins a round of its stage when it is ``called``."""
-    called: bool = False
-    alone: bool = False
-    """Whether it has begun a round that its stage makes again uncalled."""
+    called: int | None = None
+    """Number of the scheduler that named the round to which it has been called."""
     group: Group | None = None
     """Of a round, or one in which it is handed the outcome of one."""
+    named_by: int = 0
+    """Number of the scheduler that named it."""
     began: set[int] = field(default_factory=set)
     """Groups in whose exchange it was."""
     number: int = -1
@@ -87,7 +88,7 @@ class World:
         self.pipelines = self.rng.randint(2, 4)
         self.policy: Policy = config.make_policy(stages, self.pipelines)
         self.counts: Counter[str] = Counter()
-        self.faults, self.now, self.starts, self.next_sequence = 0.1, 0.0, 0, 0
+        self.faults, self.now, self.starts, self.next_sequence, self.scheduler = 0.1, 0.0, 0, 0, 0
         self.there: dict[int, Start] = {}
         for pipeline in range(self.pipelines):
             self.come(pipeline, [[] for _ in range(stages)], met=0)
@@ -128,9 +129,12 @@ class World:
         self.check()
 
     def go_on(self, start: Start, stage: Stage) -> None:
-        if stage.ready and not self.one and self.rng.random() < 0.3:  # it trains on
+        if stage.stands and stage.called is not None and stage.called != self.scheduler and stage.group is None:
+            self.trains_on(stage)
+        elif stage.ready and not self.one and self.rng.random() < 0.3:  # it trains on
             self.tell(Progress(stage.worker, stage.turn, 1, 1.0, 0.0))
-            if all(each.stands and each.ready for each in start.stages) and self.leaves(start):
+            stand = all(each.stands and each.ready and each.called is None for each in start.stages)
+            if stand and self.leaves(start):
                 self.leave(start)
         elif stage.group is not None:
             self.exchange(start, stage, stage.group)
@@ -144,23 +148,33 @@ class World:
 
     def say_ready(self, stage: Stage, stands: bool = False) -> None:
         stage.ready, stage.group, stage.number, stage.stands = True, None, stage.number + 1, stands
-        self.tell(Ready(stage.worker, stage.number, len(stage.model)))
+        self.says_ready(stage)
+
+    def says_ready(self, stage: Stage) -> None:
+        again = not stage.stands and not self.one
+        self.tell(Ready(stage.worker, stage.number, len(stage.model), again))
+
+    def trains_on(self, stage: Stage) -> None:
+        """Let ``stage`` go on without the round to which it was called: the scheduler was started again since."""
+        stage.turn, stage.called = stage.turn + 1, None
 
     def exchange(self, start: Start, stage: Stage, group: Group) -> None:
         source = group.source
         others = [self.at(worker) for worker in group.members if worker != stage.worker]
         if source is None:
-            if stage.stands and group.reason != Reason.MADE_AGAIN:
-                if stage.worker.stage == 0:
-                    for each in start.stages:
-                        each.called = True
-                if not stage.called:
+            if stage.stands:
+                assert group.reason != Reason.MADE_AGAIN
+                if stage.called is None:
+                    for each in start.stages if stage.worker.stage == 0 else []:
+                        each.called = stage.named_by
+                    return
+                if stage.called != stage.named_by:
+                    self.trains_on(stage)
                     return
             breaks = any(other is None or group.sequence not in other.began for other in others)
             if group.sequence not in stage.began:
                 stage.began.add(group.sequence)
-                stage.alone |= stage.stands and not stage.called
-                stage.called = stage.stands = False
+                stage.called, stage.stands = None, False
                 return
             if breaks and not any(other is None or self.lost(other, group) for other in others):
                 return  # it waits for one that has yet to begin
@@ -195,7 +209,6 @@ class World:
         self.counts["handed"] += 1
         if stage.stands:
             stage.model = [*stage.model, *missed]
-            stage.turn, stage.called = stage.turn + stage.called, False  # that was the round it has been called for
             self.say_ready(stage, stands=True)
             return
         stage.model += missed[:-1]
@@ -208,7 +221,7 @@ class World:
     def ends(self, stage: Stage, outcome: tuple[int, ...]) -> None:
         stage.model = [*stage.model, outcome]
         stage.group, stage.kept, stage.refused = None, len(stage.model), 0
-        stage.turn, stage.alone = stage.turn + (not stage.alone), False
+        stage.turn += 1
 
     def at(self, worker: Worker) -> Stage | None:
         start = self.there.get(worker.pipeline)
@@ -251,7 +264,7 @@ class World:
             self.come(min(gone), [stage.model for stage in start.stages], start.met)
         elif kind == "restart" and self.beats:
             self.counts["restarts"] += 1
-            self.policy = self.config.make_policy(self.stages, self.pipelines)
+            self.policy, self.scheduler = self.config.make_policy(self.stages, self.pipelines), self.scheduler + 1
             self.tell(Restarted(self.next_sequence))
             for stage in self.workers():
                 stage.told = -1
@@ -263,20 +276,13 @@ class World:
                 self.tell(Contains(stage.worker, len(stage.model)))
             for stage in self.workers():
                 if stage.ready:
-                    self.tell(Ready(stage.worker, stage.number, len(stage.model)))
+                    self.says_ready(stage)
 
     def is_restarted(self, stage: Stage) -> None:
-        """Let ``stage`` not have heard of the round that it was to begin, or be ready again if it will not.
-
-        One that was called hears of it here if it has as many rounds as stage 0, which has made that one: an outcome
-        was lost there before, so the policy cannot tell that this stage lacks one, and both would wait.
-        """
-        first = self.there[stage.worker.pipeline].stages[0]
-        hears = stage.called and first.group is None and len(stage.model) >= len(first.model)
-        if self.rng.random() < 0.5 and not hears:
+        """Let ``stage`` not have heard of the round that it was to begin, or be ready again if it will not."""
+        if self.rng.random() < 0.5 and (stage.called is None or stage.worker.stage > 0):
             self.counts["unheard"] += 1
-            stage.stands &= not stage.called  # it waits for its group where it has been called
-        elif self.drops and stage.stands and not stage.called:
+        elif self.drops and stage.stands and stage.called is None:
             self.counts["dropped"] += 1
             stage.number += 1
         else:
@@ -309,7 +315,7 @@ class World:
                     stage = self.at(worker)
                     if worker not in group.passive and stage is not None:
                         assert stage.ready
-                        stage.ready, stage.group = False, group
+                        stage.ready, stage.group, stage.named_by = False, group, self.scheduler
 
     def check(self) -> None:
         """The models of a stage are the same rounds, of which some may lack the last ones."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lightning_sdpipe.policies import Group, Joined, Left, Lost, Progress, Ready, Restarted, Worker
 from lightning_sdpipe.policies.events import Contains
 from lightning_sdpipe.policies.outer_rounds import OuterRounds, OuterRoundsPolicy
@@ -11,9 +13,9 @@ WHY, AGAIN = "everybody came", "made again"
 
 
 def ready(
-    policy: OuterRoundsPolicy, pipeline: int, iteration: int, contains: int, now: float, stage: int = 0
+    it: OuterRoundsPolicy, pipeline: int, iteration: int, contains: int, now: float, stage: int = 0, again: bool = False
 ) -> list[Group]:
-    return policy.on(Ready(Worker(stage, pipeline), iteration, contains), now)
+    return it.on(Ready(Worker(stage, pipeline), iteration, contains, again), now)
 
 
 def policy(pipelines: int = 4, stages: int = 1, every: int | None = None) -> OuterRoundsPolicy:
@@ -56,8 +58,8 @@ def test_a_round_that_has_broken_off_is_due_at_once_on_its_stage() -> None:
     assert len(ready(rounds, 1, 1, 0, 1.0, 1)) == 2
     for pipeline in (0, 1):
         assert ready(rounds, pipeline, 2, 1, 2.0) == [], "it has ended there"
-    assert ready(rounds, 0, 2, 0, 2.0, 1) == []
-    assert brief(ready(rounds, 1, 2, 0, 2.0, 1)) == [(1, (0, 1), AGAIN)]
+    assert ready(rounds, 0, 2, 0, 2.0, 1, again=True) == []
+    assert brief(ready(rounds, 1, 2, 0, 2.0, 1, again=True)) == [(1, (0, 1), AGAIN)]
 
 
 def test_one_that_rested_in_a_round_is_not_asked_to_make_it_again_but_gets_it() -> None:
@@ -70,7 +72,7 @@ def test_one_that_rested_in_a_round_is_not_asked_to_make_it_again_but_gets_it() 
     for stage in (0, 1):  # stage 0 has ended for 0 and 1
         rounds.on(Lost(Worker(stage, 3)), 2.0)
         rounds.on(Joined(Worker(stage, 2)), 2.0)
-    assert [ready(rounds, pipeline, 2, contains, 3.0, 1) for pipeline, contains in ((0, 0), (1, 0))] == [[], []]
+    assert [ready(rounds, pipeline, 2, 0, 3.0, 1, again=True) for pipeline in (0, 1)] == [[], []]
     assert brief(ready(rounds, 2, 1, 0, 3.0, 1)) == [(1, (0, 1), AGAIN)]
     assert brief(ready(rounds, 0, 3, 1, 4.0, 1)) == [(1, (0, 2), "handed over")]
 
@@ -98,11 +100,15 @@ def test_after_a_restart_a_round_that_may_have_broken_off_is_due() -> None:
     assert [ready(rounds, pipeline, 5, 4, 2.0) for pipeline in (0, 1)] == [[], []]
 
 
-def test_after_a_restart_a_stage_that_lacks_a_round_makes_it_when_another_one_tells_of_it() -> None:
-    rounds = policy(2, stages=2, every=100)
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_after_a_restart_a_round_that_has_broken_off_is_made_again_whatever_other_stages_contain(lost: int) -> None:
+    """Outcomes that were lost on a stage before make its rounds fewer. One that stands is not asked to make it."""
+    rounds = policy(3, stages=2, every=100)
     rounds.on(Restarted(7), 0.0)
-    assert [ready(rounds, pipeline, 4, 3, 1.0, 1) for pipeline in (0, 1)] == [[], []]
-    assert brief(rounds.on(Contains(Worker(0, 0), 4), 2.0)) == [(1, (0, 1), AGAIN)]
+    for pipeline in range(3):
+        assert ready(rounds, pipeline, 4, 3 + lost, 1.0) == []
+    assert [ready(rounds, pipeline, 4, 3, 1.0, 1, again=pipeline > 0) for pipeline in (0, 1)] == [[], []]
+    assert brief(ready(rounds, 2, 4, 3, 1.0, 1, again=True)) == [(1, (1, 2), AGAIN)]
 
 
 def test_those_that_rest_hand_the_newest_base_over_unless_they_are_lost() -> None:

@@ -44,7 +44,7 @@ def test_such_histories_have_everything(config: PolicyConfig, one: bool) -> None
 def test_rounds_would_stand_if_a_stage_waited_to_be_called_to_one_that_only_an_earlier_scheduler_had_named() -> None:
     """Stage 0 has not heard of its group, and the scheduler that is started again names another one when all wait."""
     stand = 0
-    for seed in range(20):
+    for seed in range(30, 40):
         try:
             World(seed, OuterRounds(None), 2, one=False, drops=False).run(STEPS, CALM)
         except Violation:

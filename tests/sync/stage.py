@@ -114,8 +114,8 @@ class Client:
     def withdraw(self) -> Group | None:
         return self._office.withdraw(self._worker)
 
-    def ready(self, iteration: int, contains: int | None = None) -> None:
-        self._office.tell(Ready(self._worker, iteration, contains))
+    def ready(self, iteration: int, contains: int | None = None, again: bool = False) -> None:
+        self._office.tell(Ready(self._worker, iteration, contains, again))
 
     def contains(self, rounds: int) -> None:
         self._office.tell(Contains(self._worker, rounds))

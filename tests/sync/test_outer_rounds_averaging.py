@@ -136,38 +136,33 @@ def test_a_round_that_an_earlier_scheduler_has_named_is_dropped_if_stage_0_has_n
     sync._stands, sync._group, sync._update, sync._number = True, group, 6, 4
     assert not sync.called
     sync._peers.epochs.give_up.assert_called_once_with(group)
-    client.ready.assert_called_once_with(5, 3)
-    client.group_if_known.return_value = msgspec.structs.replace(group, sequence=9)
-    assert sync.called
-    assert sync.called, "that one is begun"
+    client.ready.assert_called_once_with(5, 3, False)
+    client.group_if_known.return_value, client.named_by = msgspec.structs.replace(group, sequence=9), 70
+    assert sync.called == 70
+    assert sync.called == 70, "that one is begun"
 
 
-def test_one_that_is_handed_over_the_round_to_which_it_was_called_waits_for_no_other() -> None:
-    """Stage 0 of its pipeline, which has that round, waits for this stage in its next turn."""
+@pytest.mark.parametrize("named", [False, True], ids=["has handed over what it misses", "has named the next round"])
+def test_one_that_was_called_to_a_round_of_an_earlier_scheduler_waits_for_no_other(named: bool) -> None:
+    """It has not heard of its group: stage 0 of its pipeline, which has that round, waits for it in the next turn."""
     members = (Worker(1, 0), Worker(1, 1))
-    client = mock.Mock()
-    client.group.return_value = Group(members, (0.0, 1.0), 9, "handed over", passive=members[1:])
+    group = Group(members, (0.5, 0.5), 9, "everybody came")
+    given = Group(members, (0.0, 1.0), 9, "handed over", passive=members[1:])
+    client = mock.Mock(named_by=71)
+    client.group_unless_restarted.side_effect = [group] if named else [given, None]
     sync = OuterRoundsAveraging.__new__(OuterRoundsAveraging)
     sync.replica, sync._peers, sync._state = mock.Mock(client=client), mock.Mock(), mock.Mock(rounds=3)
     sync._whole, sync.statistics = mock.Mock(since=0), mock.Mock()
-    sync._stands, sync._group, sync._underway, sync.announced, sync._update, sync._number = (
-        True,
-        None,
-        False,
-        False,
-        6,
-        4,
-    )
-
-    def catch_up(group: Group) -> None:
-        sync._state.rounds += 1
-
-    with mock.patch.object(sync, "_catch_up", catch_up):
-        sync.take_part()
+    sync._stands, sync._group, sync._underway, sync.announced = True, None, False, False
+    sync._update, sync._number = 6, 4
+    with mock.patch.object(sync, "_catch_up") as catch_up:
+        sync.take_part(70)
         sync.synchronise()
-    client.group.assert_called_once()
-    client.ready.assert_called_once_with(5, 4)
-    assert (sync._stands, sync._takes_part) == (True, False), "it stands for the next one"
+    assert client.group_unless_restarted.mock_calls == [mock.call(70)] * (1 if named else 2)
+    assert catch_up.mock_calls == ([] if named else [mock.call(given)])
+    assert client.ready.mock_calls == ([] if named else [mock.call(5, 3, False)])
+    assert (sync._stands, sync._called) == (True, None), "it stands for the next one"
+    assert sync._group == (group if named else None)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ class SchedulerClient:
         """Seconds after which an invitation that was sent and has not come is not waited for any more; None if that
         is an error. It never comes if the connection has broken, or the scheduler was killed."""
         self._invited = 0
+        self.named_by = -1
+        """Life of the scheduler that has named the last group that was fetched."""
         self._iteration: int | None = None
         """Iteration of the ready whose group was not fetched yet."""
         self._group = -1
@@ -362,13 +364,13 @@ class SchedulerClient:
         answer = self.wire.take(m.Ready)
         return answer.group if isinstance(answer, m.Answer) else None
 
-    def ready(self, iteration: int, contains: int | None = None) -> None:
+    def ready(self, iteration: int, contains: int | None = None, again: bool = False) -> None:
         """Report the local step of ``iteration`` as done, without waiting; :meth:`group` fetches the answer. What the
-        model ``contains`` is as in :class:`~lightning_sdpipe.policies.events.Ready`."""
+        model ``contains``, and ``again``, are as in :class:`~lightning_sdpipe.policies.events.Ready`."""
         assert self.wire.talk.joined, "join() comes before ready()"
         assert self._iteration is None, f"group() comes after ready(): that of iteration {self._iteration} is missing"
         self._iteration = iteration
-        self.wire.ask(m.Ready, iteration, contains)
+        self.wire.ask(m.Ready, iteration, contains, again)
 
     def group(self) -> Group:
         """Wait for the answer to the last :meth:`ready`, and for the invitations that were sent before it."""
@@ -376,13 +378,22 @@ class SchedulerClient:
         answer: m.Answer = self.wire.wait(m.Ready, f"the group of its iteration {self._iteration}")
         self._iteration = None
         self._wait_for_invitations(m.invitations_of(self.worker, answer))
-        self._group = answer.group.sequence
+        self._group, self.named_by = answer.group.sequence, answer.life
         return answer.group
 
     def group_if_known(self) -> Group | None:
         """Return the group as :meth:`group` does, if the answer has come, else None. Called again and again, it repeats
         the ready as a wait would."""
         return self.group() if self._iteration is not None and self.wire.comes(m.Ready, 0.0) else None
+
+    def group_unless_restarted(self, life: int) -> Group | None:
+        """Return the group as :meth:`group` does; or None if the scheduler of that ``life``, which was to name it, was
+        started again, and the answer has not come."""
+        try:
+            self.wire.comes(m.Ready, self.wire.timeout, lambda: self.wire.talk.is_over(life))
+        except CancelledError:
+            return None
+        return self.group()
 
     def is_of_an_earlier_scheduler(self, group: Group) -> bool:
         """Return whether the scheduler that named ``group`` was started again since, as some members may not have heard

@@ -252,6 +252,10 @@ class Conversation:
         """Bring the next beat forward, as there is much to tell."""
         self._beat_at = min(self._beat_at, self._beaten + SOONEST)
 
+    def is_over(self, life: int) -> bool:
+        """Return whether the scheduler of that ``life`` was one before this one."""
+        return life in self._earlier
+
     @property
     def donations(self) -> tuple[str, ...]:
         """Transfers for which this pipeline still has to copy its state; only stage 0 hears of any."""
@@ -444,7 +448,7 @@ class Conversation:
         if now.over is not None:
             return self._ends(now.over)
         life, before = now.version >> e.LIFE, self._now.version >> e.LIFE
-        if life in self._earlier:
+        if self.is_over(life):
             return []
         if life != before:
             self._earlier.append(before)

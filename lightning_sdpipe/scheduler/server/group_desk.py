@@ -222,7 +222,7 @@ class GroupDesk:
         else:
             if self._driver.deadline <= now:
                 self.let_time_pass(now)
-            decisions = self._driver.tell(Ready(session.worker, iteration, request.contains), now)
+            decisions = self._driver.tell(Ready(session.worker, iteration, request.contains, request.again), now)
             if request.contains is not None:
                 if request.contains == session.ready_with and session.answer is not None:
                     self.on_broken(session.answer.group, now)

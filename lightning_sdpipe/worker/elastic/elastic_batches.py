@@ -38,7 +38,7 @@ State = dict[str, Any]
 log = logging.getLogger(__name__)
 _SOON = 0.05
 """Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
-_IDLE, _CALLED = "idle", "called"
+_IDLE = "idle"
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,15 @@ class ElasticBatchSource(DealtBatchSource):
         """Return what all stages are to do before the turn that may begin."""
         if self._lacks_batch:
             self._wait()
-        return _CALLED if self._turns.called else ""
+        called = self._turns.called
+        return "" if called is None else str(called)
 
     def _follow(self, text: str) -> None:
         """Do, on each stage, what stage 0 has decided."""
         if self._lacks_batch:
             self._wait()
-        if text == _CALLED:
-            self._turns.take_part()
+        if text:
+            self._turns.take_part(int(text))
 
     def _segment_from(self, start: int) -> Segment:
         given, self._given = self._given, None

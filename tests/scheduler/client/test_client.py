@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from functools import partial
+from unittest import mock
 
 import msgspec
 import pytest
@@ -155,6 +156,17 @@ class TestVersions:
     def greet(self, address: str) -> None:
         with clients(address, W(0, 0)) as (one,):
             one.greet()
+
+
+def test_a_group_that_an_earlier_scheduler_was_to_name_is_waited_for_no_longer_and_still_comes() -> None:
+    with serving(AllReduceModels(), 1, 2) as server, clients(server.address, W(0, 0), W(0, 1)) as (a, b):
+        for client in (a, b):
+            client.join()
+        a.ready(0)
+        with mock.patch.object(a.wire.talk, "is_over", {5: True, 6: False}.__getitem__):
+            assert a.group_unless_restarted(5) is None
+            b.ready(0)
+            assert a.group_unless_restarted(6) == b.group()
 
 
 def test_the_first_failure_reaches_everybody() -> None:

@@ -303,6 +303,7 @@ def test_a_group_of_an_earlier_scheduler_that_is_read_too_late_to_be_told_does_n
     assert talk.earlier == new.group.sequence
     for life in (9, 10):
         talk.hear(e.Now(life << e.LIFE | 1))
+    assert [life for life in (8, 9, 10) if talk.is_over(life)] == [9]
     talk.hear(e.Stranger(life=9))
     assert talk.due(0.2) == [], "an earlier one has said so, late"
     ask(talk, m.Ready, 4)
