@@ -126,6 +126,9 @@ class AnyPolicy(RuleBasedStateMachine):
     @property
     def whole(self) -> set[Worker]:
         """Those that take part, with all that are answered together."""
+        stages = [{worker.pipeline for worker in self.active if worker.stage == j} for j in range(self.stages)]
+        if isinstance(self.spec, OuterRounds) and any(pipelines != stages[0] for pipelines in stages):
+            return set()  # a pipeline is still joining, or leaving
         return {worker for worker in self.active if self.of(worker) <= self.active}
 
     def graph_of(self, worker: Worker) -> NaiveSyncGraph | None:

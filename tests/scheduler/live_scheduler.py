@@ -33,8 +33,9 @@ def serving(spec: PolicyConfig, num_stages: int, num_pipelines: int, **options: 
         try:
             yield server
         finally:
-            os.close(tell)
+            os.write(tell, b"\0")
             thread.join()
+            os.close(tell)
             os.close(stop)
 
 

@@ -295,8 +295,9 @@ class ControlThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._dismiss)
+        os.write(self._dismiss, b"\0")  # to close it says nothing while a fork of this process has it, too
         self._thread.join()
+        os.close(self._dismiss)
         os.close(self._dismissed)
 
     def _run(self) -> None:

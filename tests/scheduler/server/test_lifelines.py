@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import TypeVar
 
 import zmq
@@ -48,6 +49,14 @@ def joined(address: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+def test_they_end_although_a_fork_of_the_process_lives_on() -> None:
+    with serving(NoSync(), 1, 2):
+        fork = get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True)
+        fork.start()
+    fork.kill()
+    fork.join()
 
 
 def test_a_killed_worker_is_named_at_once_and_a_stopped_one_is_not() -> None:
