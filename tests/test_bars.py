@@ -38,10 +38,10 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_751,
+    "code lines of the package": 37_759,
     "code lines of recipes, without baselines and tools": 7_063,
     "code lines of tests": 39_310,
-    "statements that raise something": 479,
+    "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,
 }
 """The largest values allowed. A commit that lowers one lowers its bar; a feature that needs more says how much."""

@@ -29,6 +29,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_sdpipe.dealing.leases import (
+    START,
     Asked,
     Book,
     Books,
@@ -45,8 +46,6 @@ from lightning_sdpipe.policies.policy import RefusedEvent
 
 LEAST_SECONDS, MOST_SECONDS = 1.0, 2.0
 """Seconds of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
-UNKNOWN = 1.0
-"""Most seconds per batch of a pipeline of unknown speed."""
 _MOST_PART = 256
 """What a pipeline is expected to train yet may be as many leases and not more: workers keep those of a segment."""
 
@@ -328,9 +327,9 @@ class Dealer:
 
     def _seconds(self) -> list[float]:
         """Return the seconds per batch of each pipeline; an unknown one is as fast as the median of the others, and
-        takes no longer than :data:`UNKNOWN`: else its first batch would have told."""
+        takes no longer than :data:`START`: else its first batch would have told."""
         known = [account.seconds for account in self._accounts if account.present and account.seconds is not None]
-        typical = min(statistics.median_low(known), UNKNOWN) if known else UNKNOWN
+        typical = min(statistics.median_low(known), START) if known else START
         return [typical if account.seconds is None else account.seconds for account in self._accounts]
 
     def _quotas(self, now: float) -> dict[int, int]:

@@ -59,6 +59,10 @@ class Lease(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="leas
         return self.progress + self.size * self.advance
 
 
+START = 1.0
+"""Seconds that the start of a loader may take: a first batch that takes no longer does not tell a pipeline's speed."""
+
+
 class Done(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's progress: ``batches`` trained in the segment, the last one ``ago`` seconds ago (or the start, if there
     is none), each recently in ``seconds`` (None before one was timed). If the worker is lost, so are the last ``loose``

@@ -120,15 +120,17 @@ class StreamSwitches:
                 have no replicas that draw alike.
         """
         if (self._shared or not self._alike) and self._streams.drawn_from():
-            held = [name for name in self._shared if self._module.get_parameter(name).requires_grad]
-            if held or not self._alike:
-                why = "pipelines of unlike cuts would draw others for the same parameter and"
-                instead = "pipelines of one depth and cut"
-                if self._alike:
-                    why, instead = f"{held[0]!r} is held by several stages, whose copies would", "num_stages=1"
+            if not self._alike:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} draws random numbers in its step, and {why} come apart. Use an "
-                    f"optimizer that draws none, or {instead}."
+                    f"{type(optimizer).__name__} draws random numbers in its step, and pipelines of unlike cuts would "
+                    "draw others for the same parameter and come apart. Use an optimizer that draws none, or pipelines "
+                    "of one depth and cut."
+                )
+            trained = [name for name in self._shared if self._module.get_parameter(name).requires_grad]
+            if trained:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} draws random numbers in its step, and {trained[0]!r} is held by "
+                    "several stages, whose copies would come apart. Use an optimizer that draws none, or num_stages=1."
                 )
         self._updates += 1
         self.between_steps(Point.UPDATED)

@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TypeAlias
 
-import msgspec
-
 from lightning_sdpipe.errors import LOST_CONNECTION, counted
 from lightning_sdpipe.scheduler.log.status import MembersStatus
 
@@ -43,7 +41,8 @@ _OF_OTHERS = re.compile(
 """In the last words of a process that failed because of another one."""
 
 
-class Settings(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Settings:
     """Settings of the rules: counts, and seconds."""
 
     num_pipelines: int
@@ -64,7 +63,8 @@ class Settings(msgspec.Struct, frozen=True):
 # --------------------------------------------------------------------- events
 
 
-class ProcessEnded(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class ProcessEnded:
     """A process of a pipeline, or that of the scheduler (None), has ended: with ``code``, or by the signal −``code``.
     ``last`` is the last line that it has printed; if it has failed, most often that of a traceback. Of the scheduler
     only that is known: how it has ended, or why it does not start."""
@@ -87,7 +87,8 @@ class ProcessEnded(msgspec.Struct, frozen=True):
         return f"stage {self.stage} ended with exit code {self.code}" + (f": {self.last}" if self.last else "")
 
 
-class Seen(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Seen:
     """The scheduler's answer to a question that was asked at ``asked``: the members, and what has ended the run."""
 
     asked: float
@@ -95,7 +96,8 @@ class Seen(msgspec.Struct, frozen=True):
     failure: str | None = None
 
 
-class SignalReceived(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class SignalReceived:
     """The supervisor got this signal."""
 
     signal: int
@@ -106,7 +108,8 @@ Event: TypeAlias = ProcessEnded | Seen | SignalReceived
 # ------------------------------------------------------------------ decisions
 
 
-class Launch(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Launch:
     """Start the processes of a pipeline, or the scheduler (None) at the same address; ``again`` counts the earlier
     starts."""
 
@@ -114,14 +117,16 @@ class Launch(msgspec.Struct, frozen=True):
     again: int
 
 
-class Stop(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Stop:
     """Send a signal to the live processes of the pipeline."""
 
     pipeline: int
     signal: int
 
 
-class Say(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Say:
     """Print a line for the user."""
 
     line: str

@@ -8,15 +8,13 @@ from collections import deque
 from collections.abc import Callable
 
 from lightning_sdpipe import meter
-from lightning_sdpipe.dealing.leases import Book, Done, Lease, Segment
+from lightning_sdpipe.dealing.leases import START, Book, Done, Lease, Segment
 from lightning_sdpipe.scheduler.rows import MOST, NewRows, Spans, UpdateRow
 
 _LONGEST_AGO = 1e6
 """Most seconds that a program can have waited for spans."""
 RECENT = 32
 """Batches whose mean length is reported."""
-START = 1.0
-"""Seconds that the start of a loader may take."""
 MOST_VAIN = 32
 """Segments in a row after which a pipeline that was dealt nothing is tried again, at the latest."""
 
@@ -86,6 +84,13 @@ class HeardLeases:
         """Return the segment and the worker's progress; None before its first segment."""
         return None if self._segment is None else (self._segment, self.done())
 
+    def book(self) -> Book | None:
+        """Return all leases of this segment, in order, and whether it is over."""
+        if self._segment is None:
+            return None
+        leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
+        return Book(self._segment, leases, any(lease.over for lease in leases), self.done())
+
     def _look_back(self) -> None:
         """Keep what the segment that ends has shown of the pipeline's speed."""
         if self._trained:
@@ -99,13 +104,6 @@ class HeardLeases:
             if self._vain >= self._patience:
                 self._lengths.clear()
                 self._vain, self._patience, self._tried = 0, min(2 * self._patience, MOST_VAIN), True
-
-    def book(self) -> Book | None:
-        """Return all leases of this segment, in order, and whether it is over."""
-        if self._segment is None:
-            return None
-        leases = tuple(self._leases[ordinal] for ordinal in sorted(self._leases))
-        return Book(self._segment, leases, any(lease.over for lease in leases), self.done())
 
 
 class RowBuffer:
