@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum, auto, unique
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +26,26 @@ from torch import Tensor
 from lightning_sdpipe import meter
 from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 
-_ASKED = 2**31 - 1  # a tag of no message
-_CLOSES = 2**30  # another
+
+@unique
+class Tag(IntEnum):
+    """Tags of messages that are neither a link's, whose tags count from 0, nor an exchange's, which has its number.
+
+    A receive takes the next message of its tag, so each purpose has one of its own.
+    """
+
+    QUESTION = 2**31 - 16  # never sent
+    CLOSING = auto()  # never sent
+    LOSS = auto()
+    NORM_SO_FAR = auto()
+    NORM = auto()
+    SCALE = auto()
+    BLOCK_CALL = auto()
+    PYTHON_STATE = auto()
+    MODULE_STATE = auto()
+    PREDICTIONS = auto()
+    ENCODED_ROUND = auto()
+    SAID_AT_BARRIER = auto()
 
 
 class Wait(Protocol):
@@ -174,7 +193,7 @@ def lost_connection(group: Any, rank: int) -> str:
     """
     try:
         with unrecorded():
-            group.recv([torch.empty(1)], rank, _ASKED)
+            group.recv([torch.empty(1)], rank, Tag.QUESTION)
     except RuntimeError as error:
         if LOST_CONNECTION in str(error):
             return str(error).splitlines()[0]
@@ -186,7 +205,7 @@ def close_connections(group: Any) -> None:
     that."""
     for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
         with suppress(RuntimeError):  # the timeout is expected
-            group.recv([torch.zeros(1)], peer, _CLOSES).wait(timedelta(milliseconds=1))
+            group.recv([torch.zeros(1)], peer, Tag.CLOSING).wait(timedelta(milliseconds=1))
 
 
 def waited_for() -> set[Wait]:

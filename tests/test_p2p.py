@@ -42,6 +42,25 @@ def test_a_profiler_does_not_record_transfers() -> None:
         assert not [name for name in recorded if "gloo" in name]
 
 
+def _asked_while_it_waits(rank: int) -> None:
+    group, other, values = dist.group.WORLD, 1 - rank, {tag: torch.tensor([tag.value]) for tag in [*p2p.Tag][2:]}
+    assert group is not None
+    if rank == 0:
+        begun = [p2p.receive([torch.zeros_like(value)], other, group, tag, "") for tag, value in values.items()]
+        assert not p2p.lost_connection(group, other)
+        p2p.send([torch.zeros(1)], other, group, 0, "").wait()
+        assert [transfer.wait() for transfer in begun] == [[value] for value in values.values()]
+    else:
+        p2p.receive([torch.zeros(1)], other, group, 0, "").wait()
+        for transfer in [p2p.send([value], other, group, tag, "") for tag, value in values.items()]:
+            transfer.wait()
+
+
+@pytest.mark.distributed
+def test_a_question_whether_a_peer_is_there_takes_no_message() -> None:
+    run_workers(2, _asked_while_it_waits)
+
+
 def test_a_wait_in_vain_tells_its_usual_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 0])
     group: Any = None

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.placeholder import Placeholder
 from lightning_sdpipe.topology.groups import ProcessGroups
 
 _EXTRA = "_extra_state"  # torch's name of it
 _NAMES = "names"
-_TAG = 2**31 - 1  # apart from the tags of the stages' messages
 
 
 def gather_module_state(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> dict[str, Any]:
@@ -342,16 +342,16 @@ def _send(values: Mapping[Any, Any], groups: ProcessGroups, *described: str) -> 
     ``described`` is as for :func:`_packed`."""
     dense = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.layout is torch.strided}
     header = {name: value.to("meta") if name in dense else value for name, value in values.items()}
-    p2p.send_bytes(_packed(header, *described), 0, groups.pipeline, _TAG, "rank 0").wait()
-    p2p.send([*dense.values()], 0, groups.pipeline, _TAG, "rank 0").wait()
+    p2p.send_bytes(_packed(header, *described), 0, groups.pipeline, Tag.MODULE_STATE, "rank 0").wait()
+    p2p.send([*dense.values()], 0, groups.pipeline, Tag.MODULE_STATE, "rank 0").wait()
 
 
 def _receive(source: int, groups: ProcessGroups) -> dict[Any, Any]:
     peer = f"rank {source}"
     values: dict[Any, Any] = torch.load(
-        io.BytesIO(p2p.receive_bytes(source, groups.pipeline, _TAG, peer)), weights_only=True
+        io.BytesIO(p2p.receive_bytes(source, groups.pipeline, Tag.MODULE_STATE, peer)), weights_only=True
     )
     of_meta = [name for name, value in values.items() if isinstance(value, Tensor) and value.is_meta]
     values |= {name: torch.empty_like(values[name], device="cpu") for name in of_meta}
-    p2p.receive([values[name] for name in of_meta], source, groups.pipeline, _TAG, peer).wait()
+    p2p.receive([values[name] for name in of_meta], source, groups.pipeline, Tag.MODULE_STATE, peer).wait()
     return values

@@ -37,6 +37,7 @@ from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.exchange.payloads.payload import residual_dtype
 from lightning_sdpipe.exchange.present_rounds import PresentRounds, Round, Sums
 from lightning_sdpipe.exchange.references import CommonReference
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas
@@ -51,9 +52,6 @@ def momentum_to_send(momentum: Tensor, gradient: Tensor, beta: float) -> Tensor:
 def gradient_to_apply(before: Tensor, after: Tensor, beta: float) -> Tensor:
     """Return ĝ in a new tensor, given m̄ before and after this step."""
     return (after - before).mul_(1 / (1 - beta)).add_(before)
-
-
-TAG = 2**31 - 3
 
 
 class EncodedRounds(GradientRounds):
@@ -150,7 +148,7 @@ class EncodedRounds(GradientRounds):
             coding.follow(scale)
             coding.update = update
             coding.trains = trains or self._mover.hosts is not None  # a host's mean is of those on it that train
-            coding.apply(tensor, number, self._mover.average(tensor, number, self._team, TAG))
+            coding.apply(tensor, number, self._mover.average(tensor, number, self._team, Tag.ENCODED_ROUND))
 
         return self._background.do(average)
 

@@ -13,11 +13,10 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import IndexBatchSampler, batches_of, set_batches
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.partition.effects import Effect
 from lightning_sdpipe.partition.message import Layout, Message, Opaque, Receiving, whole_message
 from lightning_sdpipe.topology.groups import ProcessGroups
-
-_TAG = 2**31 - 2
 
 
 class _Dealt:
@@ -88,16 +87,16 @@ def _send(predictions: Sequence[Any], groups: ProcessGroups) -> None:
             "BasePredictionWriter."
         )
     described = pickle.dumps((message.layout.encode(), message.numbers))
-    p2p.send_bytes(described, 0, groups.stage, _TAG, "rank 0").wait()
-    p2p.send(message.tensors, 0, groups.stage, _TAG, "rank 0").wait()
+    p2p.send_bytes(described, 0, groups.stage, Tag.PREDICTIONS, "rank 0").wait()
+    p2p.send(message.tensors, 0, groups.stage, Tag.PREDICTIONS, "rank 0").wait()
 
 
 def _receive(source: int, groups: ProcessGroups) -> list[Any]:
     peer, device = f"rank {source}", torch.device("cpu")
-    encoded, numbers = pickle.loads(p2p.receive_bytes(source, groups.stage, _TAG, peer))
+    encoded, numbers = pickle.loads(p2p.receive_bytes(source, groups.stage, Tag.PREDICTIONS, peer))
     layout = Layout.decode(encoded)
     tensors = [meta.empty(device) for meta in layout.values]
-    p2p.receive(tensors, source, groups.stage, _TAG, peer).wait()
+    p2p.receive(tensors, source, groups.stage, Tag.PREDICTIONS, peer).wait()
     effects = Receiving(Message(tensors, numbers, layout), [""], device, frozenset()).effects(0)
     predictions: list[Any] = (effects or [])[0].value
     return predictions

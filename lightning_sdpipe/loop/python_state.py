@@ -29,6 +29,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
 from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metrics, unpack_metrics
 from lightning_sdpipe.loop.user_hooks import StandIn, is_gathered
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.placeholder import Placeholder
 from lightning_sdpipe.partition.python_values import (
@@ -43,7 +44,6 @@ from lightning_sdpipe.partition.python_values import (
 )
 from lightning_sdpipe.topology.groups import ProcessGroups
 
-_TAG = 2**31 - 8  # that no link uses
 _DEPTH = 4  # levels of objects in objects
 _MANY = 10_000  # values in a container beyond which only their number is compared
 
@@ -165,10 +165,10 @@ class PythonState:
 
     def _send(self, value: Any, rank: int) -> None:
         data = json.dumps(value).encode()
-        p2p.send_bytes(data, rank, self._groups.world, _TAG, f"rank {rank}").wait()
+        p2p.send_bytes(data, rank, self._groups.world, Tag.PYTHON_STATE, f"rank {rank}").wait()
 
     def _receive(self, rank: int) -> bytes:
-        return p2p.receive_bytes(rank, self._groups.world, _TAG, f"rank {rank}")
+        return p2p.receive_bytes(rank, self._groups.world, Tag.PYTHON_STATE, f"rank {rank}")
 
     def begin(self) -> None:
         """Record the state, so that changes from now on are handed on."""
@@ -248,11 +248,11 @@ class PythonState:
             if self._is_last:
                 data = made()
                 others = self._ranks[:-1]
-                sent = [p2p.send_bytes(data, r, group, _TAG, f"rank {r}") for r in others]
+                sent = [p2p.send_bytes(data, r, group, Tag.PYTHON_STATE, f"rank {r}") for r in others]
                 for transfer in sent:
                     transfer.wait()
                 return None
-            return p2p.receive_bytes(last, group, _TAG, f"the last stage (rank {last}), which runs {hook}")
+            return p2p.receive_bytes(last, group, Tag.PYTHON_STATE, f"the last stage (rank {last}), which runs {hook}")
 
     def _changes(self) -> list[_Change]:
         before, places = self._before or {}, self._places()

@@ -27,6 +27,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, Sche
 from lightning_sdpipe import meter, p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.partition.message import Message
 from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.pipeline.gradients import (
@@ -45,7 +46,6 @@ from lightning_sdpipe.pipeline.shared_parameters import SharedParameters
 from lightning_sdpipe.pipeline.stage_runner import StageRunner, Step, StepLog, begin_batch
 from lightning_sdpipe.policies.announcing import share_before
 
-_TAG = 2**31 - 3
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -87,9 +87,9 @@ class SharedLoss:
         if self._afterwards:
             return
         if self._is_last:
-            self._sent += [p2p.send([self._message], rank, self._group, _TAG, f"rank {rank}") for rank in others]
+            self._sent += [p2p.send([self._message], rank, self._group, Tag.LOSS, f"rank {rank}") for rank in others]
         else:
-            p2p.receive([self._message], last, self._group, _TAG, f"the last stage (rank {last})").wait()
+            p2p.receive([self._message], last, self._group, Tag.LOSS, f"the last stage (rank {last})").wait()
 
     def take(self) -> Tensor:
         """Return the loss; called after the last backward."""

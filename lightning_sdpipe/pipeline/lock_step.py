@@ -28,11 +28,11 @@ from torch import Tensor
 
 from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError, WorkerFailedError
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.partition.effects import Effect
 from lightning_sdpipe.partition.message import Layout, Message, Receiving, TensorMeta, whole_message
 from lightning_sdpipe.pipeline.digest import BatchDigest
 
-_TAG = 2**31 - 9  # that no link uses
 _FIRST = 2**14  # bytes of a first message, so that most calls need no other
 _TOGETHER = (
     "Outside of training steps, all ranks of a pipeline call a block together: call it on every rank, and let one of "
@@ -122,11 +122,13 @@ class LockStep:
             values = [_bytes(tensor) for tensor in message.tensors]
             data = pickle.dumps(((place, self._calls, numbers), message.layout.encode(), message.numbers, values))
             with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, others)):
-                for transfer in [p2p.send_bytes(data, to, self.group, _TAG, f"rank {to}", _FIRST) for to in others]:
+                for transfer in [
+                    p2p.send_bytes(data, to, self.group, Tag.BLOCK_CALL, f"rank {to}", _FIRST) for to in others
+                ]:
                     transfer.wait()
             return output
         with self.first_failure, p2p.awaiting(_Call(place, self._calls, self.ranks, [owner])):
-            data = p2p.receive_bytes(owner, self.group, _TAG, f"rank {owner}", _FIRST)
+            data = p2p.receive_bytes(owner, self.group, Tag.BLOCK_CALL, f"rank {owner}", _FIRST)
         (there, calls, digest), encoded, found, values = pickle.loads(data)
         if (there, calls) != (place, self._calls):
             raise ConfigurationError(f"Rank {owner} has called {there}, and rank {rank} {place}. {_TOGETHER}")

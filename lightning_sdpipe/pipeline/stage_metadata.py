@@ -20,9 +20,8 @@ import math
 import torch
 
 from lightning_sdpipe import p2p
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.pipeline.link import StageLink
-
-_DOWN, _SCALE, _SQUARE = 2**31 - 5, 2**31 - 6, 2**31 - 7  # tags that no link uses
 
 
 class StageNotes:
@@ -45,29 +44,29 @@ class StageNotes:
     def send_down(self) -> None:
         """Send metadata to the next stage, after activations."""
         if self.norms or self.scales:
-            self._send([self._own + self._earlier, self._overflowed], self._link.stage + 1, _DOWN)
+            self._send([self._own + self._earlier, self._overflowed], self._link.stage + 1, Tag.NORM_SO_FAR)
             self._overflowed = math.inf
 
     def receive_down(self) -> None:
         """Receive metadata from the previous stage, after activations."""
         if self.norms or self.scales:
-            self._earlier, overflowed = self._receive(2, self._link.stage - 1, _DOWN).wait()[0].tolist()
+            self._earlier, overflowed = self._receive(2, self._link.stage - 1, Tag.NORM_SO_FAR).wait()[0].tolist()
             self.report_overflow(overflowed)
 
     def send_scale(self, scale: float) -> None:
         """Send the loss scale to the previous stage, after a gradient."""
         if self.scales:
-            self._send([scale], self._link.stage - 1, _SCALE)
+            self._send([scale], self._link.stage - 1, Tag.SCALE)
 
     def receive_scale(self) -> float:
         """Receive the loss scale from the next stage, after a gradient; return 1 without a loss scale."""
-        return float(self._receive(1, self._link.stage + 1, _SCALE).wait()[0]) if self.scales else 1.0
+        return float(self._receive(1, self._link.stage + 1, Tag.SCALE).wait()[0]) if self.scales else 1.0
 
     def gradient_received(self) -> None:
         """Note a gradient from the next stage, which is about to send its squared norm."""
         if self.norms:
             self._hear()
-            self._expected = self._receive(1, self._link.stage + 1, _SQUARE)
+            self._expected = self._receive(1, self._link.stage + 1, Tag.NORM)
 
     def gradient_sent(self) -> None:
         """Note a gradient to the previous stage, which will want the squared norm; after an update, if one follows."""
@@ -85,7 +84,7 @@ class StageNotes:
         if self._owes:
             self._owes = False
             self._hear()
-            self._send([self._own + self._later], self._link.stage - 1, _SQUARE)
+            self._send([self._own + self._later], self._link.stage - 1, Tag.NORM)
 
     def report_overflow(self, scale: float) -> None:
         """Report that gradients that were computed with this loss scale are not finite."""

@@ -22,6 +22,7 @@ from lightning_sdpipe.exchange import transfers
 from lightning_sdpipe.exchange.moving import GroupMean, finish
 from lightning_sdpipe.membership.failure_detection import BARRIERS
 from lightning_sdpipe.membership.members import Met
+from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
@@ -30,7 +31,6 @@ from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 
 MOST_BYTES = 1 << 15
 """Most bytes that a worker says at a barrier."""
-_RESULTS = 2**30 + 1  # a tag of messages that no other exchange of a barrier's group uses
 _Decision = TypeVar("_Decision")
 _Way = TypeVar("_Way")
 _AVERAGED, _NOT = b"\x01", b"\x00"
@@ -167,7 +167,7 @@ class Barriers:
         into = {i: torch.empty(size, dtype=torch.uint8) for i, size in sizes.items() if i != own}
 
         def exchange(replicas: Replicas, group: Group) -> None:
-            transfers.begin(dict.fromkeys(into, mine), into, replicas, _RESULTS).wait()
+            transfers.begin(dict.fromkeys(into, mine), into, replicas, Tag.SAID_AT_BARRIER).wait()
 
         if not self._exchanged(self._last, dict.fromkeys(sizes, 1.0), self._epochs.replicas, exchange):
             return None
