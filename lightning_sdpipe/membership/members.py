@@ -65,9 +65,11 @@ class _FromWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class Enrolled(_FromWorker, frozen=True, tag="enrolled"):
-    """The process wants to take part; ``fingerprint`` names what must be equal in all pipelines of a run."""
+    """The process wants to take part; ``fingerprint`` names what must be equal in all pipelines of a run. ``epoch``
+    is the newest that it heard of, if any; another scheduler's, if this one has had none."""
 
     fingerprint: dict[str, str]
+    epoch: Epoch | None = None
 
 
 class Resumed(_FromWorker, frozen=True, tag="resumed"):

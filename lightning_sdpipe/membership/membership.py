@@ -23,9 +23,9 @@ fails, or departs. ``pipelines.py`` has the tables of its states, and of those o
    one loss (of the scheduler, for instance) causes several. Nor does the failure of a newcomer while others train.
 8. *Out of reach* (``failure_detection.py``). Pipelines without a common process group make another one, and report
    which pipelines they cannot reach; if that goes on, one of them is put out.
-9. *A new scheduler* learns of the run when a member resumes: it waits ``recovery_grace`` seconds for the rest of the
-   newest epoch that any heard of. A start outside that epoch has been replaced, and must end. No pipeline starts anew
-   in its first ``settle`` seconds.
+9. *A new scheduler* learns of the run when a member resumes, or a newcomer enrols that has heard of members: it waits
+   ``recovery_grace`` seconds for the rest of the newest epoch that any heard of. A start outside that epoch has been
+   replaced, and must end. No pipeline starts anew in its first ``settle`` seconds.
 10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended, or is silent on a
     machine that cannot be reached, ends the run, by name; so does the scheduler's end. When all have finished, the next
     run may begin. The first process of a run determines its kind.
@@ -133,6 +133,11 @@ class Membership(RunState):
             self._make_room(w.is_fixed(event.fingerprint), now)
         if refused := self._refusal(event):
             return [w.Denied(worker, incarnation, refused)]
+        heard_of = None if self.epoch.number or self.terms.fixed else event.epoch
+        if heard_of is not None:
+            returning = self._begin_recovery(event, heard_of, now)
+            returning.hear_other(event, roster)
+            return self._end_recovery(returning, now) if returning.complete() else []
         if roster.claims(event):
             return []
         if roster.has(worker, incarnation):
@@ -306,17 +311,21 @@ class Membership(RunState):
         self._make_room(w.is_fixed(event.fingerprint), now)
         if refused := self._refusal(event):
             return [w.Denied(worker, event.incarnation, refused)]
-        if self._returning is None:
+        returning = self._returning
+        if returning is None:
             if self.epoch.number > 0:
                 return self._resumed_late(worker, member, now)
-            until = now + self.terms.recovery_grace
-            self._returning = MemberRecovery(event, until, self._num_stages)
-            self._entry.binds(event, anew=True)
-            self._returning.delays(self.roster, event.fingerprint)
+            returning = self._begin_recovery(event, event.epoch, now)
         for met in event.met:
             self.barriers.remember(met)
-        self._returning.hear(event)
-        return self._end_recovery(self._returning, now) if self._returning.complete() else []
+        returning.hear(event)
+        return self._end_recovery(returning, now) if returning.complete() else []
+
+    def _begin_recovery(self, event: w.Enrolled | w.Resumed, epoch: Epoch, now: float) -> MemberRecovery:
+        returning = self._returning = MemberRecovery(epoch, now + self.terms.recovery_grace, self._num_stages)
+        self._entry.binds(event, anew=True)
+        returning.delays(self.roster, event.fingerprint)
+        return returning
 
     def _resumed_late(self, worker: Worker, member: Member, now: float) -> list[MemberDecision]:
         late = f"the scheduler was started again, and the others went on without it ({self.epoch.reason})"

@@ -1,4 +1,4 @@
-"""Recovery: what a restarted scheduler learns of the run from its members, which resume.
+"""Recovery: what a restarted scheduler learns of the run from its members, which resume, and from newcomers.
 
 The newest epoch that any of them heard of counts. A start of a pipeline outside that epoch has been replaced, or was
 lost; like a machine that was asleep, it may have heard of nothing since.
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_sdpipe.membership import members as w
-from lightning_sdpipe.membership.members import Enrolled, Member, MemberEvent, Resumed
+from lightning_sdpipe.membership.members import Enrolled, Epoch, Member, MemberEvent, Resumed
 from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.policies.events import Worker
 
 
 class MemberRecovery:
-    """Recovery of an elastic run from the first process that resumes, by the event ``first``, until all are back or
-    ``until`` has come. Each pipeline has ``num_stages`` stages. Other requests are repeated until they are answered, so
+    """Recovery of an elastic run from the first process that has heard of an ``epoch``, until all are back or ``until``
+    has come. Each pipeline has ``num_stages`` stages. Other requests are repeated until they are answered, so
     only enrolments are kept."""
 
-    def __init__(self, first: Resumed, until: float, num_stages: int) -> None:
+    def __init__(self, epoch: Epoch, until: float, num_stages: int) -> None:
         self.until = until
-        self.epoch = first.epoch
+        self.epoch = epoch
         self.early: dict[Worker, Enrolled] = {}
         """The last enrolment of each worker that came meanwhile."""
         self._stages = range(num_stages)
@@ -31,10 +31,13 @@ class MemberRecovery:
 
     def hear(self, event: Resumed) -> None:
         """Note a process that resumes."""
-        if event.epoch.number > self.epoch.number:
-            self.epoch = event.epoch
+        self._hear_of(event.epoch)
         member = Member(event.worker.pipeline, event.incarnation)
         self._back.setdefault(member, set()).add(event.worker.stage)
+
+    def _hear_of(self, epoch: Epoch) -> None:
+        if epoch.number > self.epoch.number:
+            self.epoch = epoch
 
     def is_there(self, member: Member, stage: int) -> bool:
         """Return whether that process has resumed, or come anew, and claims the number of none that has resumed."""
@@ -54,6 +57,7 @@ class MemberRecovery:
         match event:
             case Enrolled(worker):
                 self.early[worker] = event
+                self._hear_of(event.epoch or self.epoch)
             case w.Received(worker, incarnation, missed=""):
                 self._received.setdefault(Member(worker.pipeline, incarnation), set()).add(worker.stage)
             case w.Ended(worker, incarnation) | w.Departed(worker, incarnation):

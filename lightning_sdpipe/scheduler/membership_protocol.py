@@ -55,10 +55,12 @@ class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Enrol(MemberRequest, frozen=True, gc=False, tag="enrol"):
-    """The worker wants to take part, or takes part already and ``resumes``."""
+    """The worker wants to take part, and ``heard_of`` is the newest epoch that it heard of, if any; or it takes part
+    already and ``resumes``."""
 
     fingerprint: dict[str, str]
     resumes: Resumes | None = None
+    heard_of: Epoch | None = None
 
 
 class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
@@ -154,10 +156,12 @@ class Noted(MemberReply, frozen=True, gc=False, tag="noted"):
 
 
 class Waits(MemberReply, frozen=True, gc=False, tag="waits"):
-    """The answer to request ``number`` is still to come; ``reason`` says what is missing."""
+    """The answer to request ``number`` is still to come; ``reason`` says what is missing. A newcomer hears of the
+    ``epoch`` that it is to join."""
 
     number: int
     reason: str
+    epoch: Epoch | None = None
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -21,7 +21,7 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.log.status import Status
 from lightning_sdpipe.scheduler.rows import About, Doing, NewRows
 
-VERSION = 10
+VERSION = 11
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are tens of bytes, but one that resumes a run carries its members, and the batches that were dealt."""
 MAX_REPLY_BYTES = 1 << 22

@@ -439,6 +439,21 @@ def test_a_new_scheduler_goes_on_without_those_who_do_not_come_back() -> None:
     assert over == w.RunOver("all pipelines have finished their training", failed=False), "also if it had finished"
 
 
+@pytest.mark.parametrize("come_back", [True, False])
+def test_a_newcomer_that_has_heard_of_members_waits_for_them_under_a_new_scheduler(come_back: bool) -> None:
+    epoch = Epoch(7, (Member(1, 11), Member(0, 10)), "")
+    run = Run(recovery_grace=10.0)
+    assert run.on(w.Enrolled(Worker(0, 2), 12, SAME, epoch), 5.0) == []
+    assert run.core.deadline() == 15.0
+    assert "waits for the members of the run" in run.core.waits_for(Worker(0, 2), 12)
+    if come_back:
+        assert run.on(resumed(Worker(0, 0), 10, epoch), 6.0) == []
+        assert kinds(run.on(resumed(Worker(0, 1), 11, epoch), 7.0)) == ["Epoch", "Donate"]
+        assert run.core.epoch.members == epoch.members
+    else:
+        assert kinds(run.on(w.Passed(), 15.0)) == ["Gone", "Gone", "Epoch", "RunOver"]
+
+
 def test_a_newcomer_with_its_state_that_has_not_heard_that_it_is_a_member_is_one() -> None:
     epoch = Epoch(7, (Member(0, 10), Member(1, 11)), "pipeline 1 has come")
     run = Run(stages=2)
@@ -508,7 +523,8 @@ def any_event(rng: random.Random, stages: int, transfers: list[str], epochs: lis
     transfer, key = rng.choice(transfers), f"pause/{rng.randrange(3)}"
     match rng.choice("eeeeeessssrrmMMMdfDhruPxp"):
         case "e":
-            return w.Enrolled(worker, incarnation, SAME if rng.random() < 0.95 else {"model": "other"})
+            heard_of = rng.choice(epochs) if rng.random() < 0.2 else None
+            return w.Enrolled(worker, incarnation, SAME if rng.random() < 0.95 else {"model": "other"}, heard_of)
         case "s":
             return w.Snapshot(worker, incarnation, transfer, rng.randrange(2))
         case "r":

@@ -332,7 +332,11 @@ class Conversation:
                 self.spans.want(updates, until, asked)
                 self.beat_soon()
                 return []
-            case e.Waits(number=number, reason=reason):
+            case e.Waits(number=number, reason=reason, epoch=epoch):
+                if epoch is not None and self._enrolment is not None:
+                    self._enrolment = msgspec.structs.replace(self._enrolment, heard_of=epoch)
+                    if (enrolling := self._open.get(("enrol", ""))) is not None:
+                        enrolling.request = self._enrolment
                 for of in self._open.values():
                     of.waits_for = reason if number in of.numbers else of.waits_for
                 return []
@@ -491,6 +495,9 @@ class Conversation:
                     of.at = -math.inf
         if self._enrolment is None:
             return []
+        fingerprint = self._enrolment.fingerprint
+        if not self._member:
+            return [self._make(e.Enrol, fingerprint, None, self._enrolment.heard_of)]
         resumes = e.Resumes(
             self.epoch,
             self.held,
@@ -502,7 +509,7 @@ class Conversation:
             self.about,
             self.contains,
         )
-        return [self._make(e.Enrol, self._enrolment.fingerprint, resumes if self._member else None)]
+        return [self._make(e.Enrol, fingerprint, resumes)]
 
     def _beat(self) -> e.Request:
         missed_in, misses = self._misses

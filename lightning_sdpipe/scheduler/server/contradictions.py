@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_sdpipe.dealing.leases import Lease, Segment
 from lightning_sdpipe.errors import shape
-from lightning_sdpipe.membership.members import Met, is_fixed
+from lightning_sdpipe.membership.members import Epoch, Met, is_fixed
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler import membership_protocol as e
@@ -86,10 +86,12 @@ def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines
             return None
         case m.AskLease(segment=segment) | e.Beat(dealt=(segment, _)):
             return _of_leases(segment, ()) or ("it has no batches" if segment.start == segment.stop else None)
-        case e.Enrol(fingerprint=fingerprint, resumes=resumes):
+        case e.Enrol(fingerprint=fingerprint, resumes=resumes, heard_of=heard_of):
             wrong = _of_fingerprint(fingerprint)
             if not wrong and resumes is not None and is_fixed(fingerprint):
                 wrong = "it was in an ordinary run, which has ended with its scheduler"
+            if not wrong and heard_of is not None:
+                wrong = _of_epoch(heard_of, most_pipelines)
             return wrong if wrong or resumes is None else _of_resumes(resumes, worker, most_pipelines)
         case e.TellSnapshot(transfer=""):
             return "it gives its state to no transfer"
@@ -99,16 +101,19 @@ def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines
 
 
 def _of_resumes(resumes: e.Resumes, worker: Worker, most_pipelines: int) -> str | None:
-    epoch = resumes.epoch
+    wrong = [_of_epoch(resumes.epoch, most_pipelines), *(_of_met(each, worker) for each in resumes.met)]
+    wrong += [_of_leases(book.segment, book.leases) for book in (resumes.book,) if book is not None]
+    return next(filter(None, wrong), None)
+
+
+def _of_epoch(epoch: Epoch, most_pipelines: int) -> str | None:
     if not epoch.number:
         return "it was in a run that has not begun"
     if len({member.pipeline for member in epoch.members}) < len(epoch.members):
         return f"a pipeline is twice among the members {epoch.members}"
     if any(pipeline >= most_pipelines for pipeline in epoch.pipelines):
         return f"the members {epoch.members} are not among {most_pipelines} pipelines"
-    wrong = [_of_met(each, worker) for each in resumes.met]
-    wrong += [_of_leases(book.segment, book.leases) for book in (resumes.book,) if book is not None]
-    return next(filter(None, wrong), None)
+    return None
 
 
 def _of_leases(segment: Segment, leases: Sequence[Lease]) -> str | None:

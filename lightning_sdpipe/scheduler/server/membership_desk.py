@@ -234,7 +234,7 @@ class MembershipDesk:
         if resumes is not None and resumes.book is not None and not core.epoch.number:
             self._told[worker] = incarnation, resumes.book
         if resumes is None:
-            self._decide(w.Enrolled(worker, incarnation, request.fingerprint), now)
+            self._decide(w.Enrolled(worker, incarnation, request.fingerprint, request.heard_of), now)
         else:
             self._decide(w.Resumed(worker, incarnation, request.fingerprint, resumes.epoch, resumes.met), now)
             self._process_groups.holds(worker, resumes.holds)
@@ -253,7 +253,8 @@ class MembershipDesk:
             if resumes is None and fixed:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
-            self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation)))
+            known = core.epoch if core.epoch.number else None
+            self._outbox.say(peer, e.Waits(request.number, core.waits_for(worker, incarnation), known))
 
     def _from_a_stranger(self, peer: bytes, request: e.Request, now: float) -> None:
         """Deal with a message of a process that has not enrolled here, or must no longer be here."""

@@ -54,6 +54,15 @@ def test_a_request_is_repeated_until_it_is_answered_and_beats_go_on() -> None:
     assert kinds(talk.due(1.0)) == ["Beat"]
 
 
+def test_a_newcomer_tells_a_new_scheduler_of_the_members_that_it_was_to_join() -> None:
+    talk = c.Conversation(ME, 7)
+    talk.ask(e.Enrol, {"model": "linear"})
+    talk.due(0.0)
+    talk.hear(e.Waits(1, "pipeline 2 finds a donor", EPOCH))
+    talk.hear(e.Stranger())
+    assert [said.heard_of for said in talk.due(0.1) if isinstance(said, e.Enrol)] == [EPOCH] * 2
+
+
 def test_a_beat_says_at_once_what_others_wait_for() -> None:
     talk = enrolled()
     talk.holds([4, 3])

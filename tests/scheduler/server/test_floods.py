@@ -124,7 +124,7 @@ def test_the_reason_of_a_failure_is_cut() -> None:
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
     first = Resumed(Worker(0, 0), 5, {}, Epoch(3, (Member(0, 5),), ""), ())
-    returning, other = MemberRecovery(first, 10.0, 1), Worker(0, 1)
+    returning, other = MemberRecovery(first.epoch, 10.0, 1), Worker(0, 1)
     for number in range(1000):
         returning.hear_other(Enrolled(other, 6, {"model": f"{number}"}), Roster(1))
         returning.hear_other(Meets(other, 6, f"epoch {number}", b""), Roster(1))

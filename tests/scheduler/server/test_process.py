@@ -24,7 +24,7 @@ from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.scheduler.server.server import Endpoint, Server
-from tests.patience import until
+from tests.patience import limit, until
 from tests.scheduler.live_scheduler import clients, serving
 
 W = Worker
@@ -123,23 +123,21 @@ def test_an_embedded_scheduler_speaks_only_to_its_keys(bind: str) -> None:
 @pytest.mark.parametrize(
     ("host", "whose"), [(None, "its process"), (W(0, 0), "its process, or that of the scheduler that it started,")]
 )
-def test_an_ordinary_run_ends_within_a_second_of_its_scheduler(host: Worker | None, whose: str) -> None:
+def test_an_ordinary_run_ends_with_its_scheduler(host: Worker | None, whose: str) -> None:
     """Whether the process of a worker has started it, which may have ended, or another program."""
-    over: list[float] = []
+    over: list[bool] = []
     with SchedulerProcess.embedded(AllReduceModels(), 1, 2) as scheduler:
-        told = Callbacks(ends=lambda _: over.append(time.monotonic()))
+        told = Callbacks(ends=lambda _: over.append(True))
         with clients(
             scheduler.address, W(0, 1), credentials=scheduler.credentials, host=host, told=told, joins=True
         ) as (b,):
             while b.wire._lifeline is None:
                 time.sleep(0.01)
             scheduler.signal(signal.SIGKILL)
-            killed = time.monotonic()
-            failure = b.first_failure(10.0)
+            failure = b.first_failure(limit().total_seconds())
             assert failure is not None
             assert failure.worker == host
             assert (
                 f"{whose} ended without a word; an ordinary run ends with its scheduler, an elastic" in failure.reason
             )
             until(lambda: over)  # said after the failure
-            assert over[0] - killed < 1.0
