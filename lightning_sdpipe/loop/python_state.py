@@ -28,7 +28,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE
 from lightning_sdpipe.lightning_results import is_metric, metrics_of, pack_metrics, unpack_metrics
-from lightning_sdpipe.loop.user_hooks import StandIn, is_gathered
+from lightning_sdpipe.loop.user_hooks import StandIn, has_own_rule
 from lightning_sdpipe.p2p import Tag
 from lightning_sdpipe.partition.ownership import Ownership
 from lightning_sdpipe.partition.placeholder import Placeholder
@@ -224,11 +224,10 @@ class PythonState:
         """Give the other stages the states of torchmetrics objects as the last one has them, where steps come to their
         end; all stages must call it, before or after ``hook`` has run."""
         found = metrics_of(self._trainer.lightning_module, self._trainer.callbacks).items()
-        metrics = {name: metric for name, metric in found if is_gathered(metric)}
-        if metrics:
-            packed = self._from_last(hook, partial(pack_metrics, metrics))
-            if packed is not None:
-                unpack_metrics(metrics, packed)
+        metrics = {name: metric for name, metric in found if not has_own_rule(metric)}
+        packed = self._from_last(hook, partial(pack_metrics, metrics))  # of none, too: others may have some
+        if packed is not None:
+            unpack_metrics(metrics, packed)
 
     def hand_on_late(self) -> None:
         """Give the other stages the attributes that training steps change late as the last one has them; all stages

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric
+from torchmetrics import metric as of_torchmetrics
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdpipe.errors import ConfigurationError, NonFiniteError, SchedulerError, WorkerFailedError
@@ -236,9 +237,9 @@ class _GatherOverStage:
 def gather_metrics_over(
     module: LightningModule, callbacks: Sequence[Callback], group: ProcessGroup, ends_early: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Make torchmetrics objects of ``module`` and of ``callbacks`` compute over ``group``, unless they have a rule of
-    their own. Return a function that undoes it. ``ends_early`` returns whether a step runs that ends before this worker
-    can update what the step updates."""
+    """Make torchmetrics objects of ``module`` and of ``callbacks``, and those that are made later, compute over
+    ``group``, unless they have a rule of their own. Return a function that undoes it. ``ends_early`` returns whether a
+    step runs that ends before this worker can update what the step updates."""
     metrics = {name: metric for name, metric in metrics_of(module, callbacks).items() if not has_own_rule(metric)}
 
     def check(name: str) -> None:
@@ -251,19 +252,16 @@ def gather_metrics_over(
 
     for name, metric in metrics.items():
         metric.dist_sync_fn = _GatherOverStage(group, partial(check, name))
+    vars(of_torchmetrics)["gather_all_tensors"] = _GatherOverStage(group)
 
     def undo() -> None:
+        vars(of_torchmetrics)["gather_all_tensors"] = gather_all_tensors
         for metric in metrics.values():
             metric.dist_sync_fn = None
 
     return undo
 
 
-def is_gathered(metric: Metric) -> bool:
-    """Return whether ``metric`` is gathered from the pipelines' workers of one stage."""
-    return isinstance(metric.dist_sync_fn, _GatherOverStage)
-
-
 def has_own_rule(metric: Metric) -> bool:
     """Return whether the user has said how ``metric`` is gathered from processes."""
-    return not (metric.dist_sync_fn is None or is_gathered(metric))
+    return metric.dist_sync_fn is not None and not isinstance(metric.dist_sync_fn, _GatherOverStage)

@@ -15,6 +15,8 @@ from torchmetrics import CatMetric, MaxMetric, MeanAbsoluteError, MeanMetric, Me
 from tests.features.running import (
     Regression,
     assert_same,
+    compare,
+    fitted,
     on_four_ranks,
     refuse_each,
     samples,
@@ -31,9 +33,8 @@ class Scaled(Regression):
         self.seen, self.late = MeanMetric(), late
 
     def scale(self, batch_idx: int) -> Tensor:
-        if self.late:  # what is rehearsed is the first batch
-            return self.seen.compute() if batch_idx else torch.ones(())
-        return self.seen.compute() if self.seen.update_called else torch.ones(())
+        known = batch_idx > 0 if self.late else self.seen.update_called  # what is rehearsed is the first batch
+        return self.seen.compute() if known else torch.ones(())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -113,3 +114,19 @@ def test_all_stages_compute_the_same_where_an_epoch_ends(tmp_path: Path) -> None
     for _, computed, evaluated in ranks:
         torch.testing.assert_close(torch.tensor(computed), torch.tensor(history), rtol=1e-5, atol=1e-6)
         assert evaluated == pytest.approx(seen, rel=1e-5)
+
+
+class Late(Regression):
+    """Makes its metric in a step; where an evaluation ends, only last stages compute it and let it go."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.error = getattr(self, "error", None) or MeanMetric()
+        self.error.update(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", float(self.error.compute()))
+        del self.error
+
+
+def test_metrics_may_be_made_at_any_time(tmp_path: Path) -> None:
+    compare(tmp_path, {"late": lambda path: fitted(path, Late())})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +140,9 @@ def _sorted(directory: Path) -> dict[str, Any]:
     trainer.fit(model, DataLoader(samples(), 8))
     path = directory / "one.ckpt"
     trainer.save_checkpoint(path)
-    kept = [
-        held is now
-        for held, now in zip(model.held, [*model.net[0].parameters(), *model.net[3].parameters()], strict=True)
-    ]
-    saved: Any = {}
-    if trainer.global_rank == 0:
-        saved = torch.load(path, weights_only=False)["optimizer_states"][0]
+    now = [*model.net[0].parameters(), *model.net[3].parameters()]
+    kept = [before is each for before, each in zip(model.held, now, strict=True)]
+    saved = torch.load(path, weights_only=False)["optimizer_states"][0] if trainer.global_rank == 0 else {}
     return {"weights": weights(model), "found": model.found, "kept": kept, "held": model.held, "saved": saved}
 
 
@@ -175,14 +170,13 @@ class Evaluating(Regression):
 class LoweringByResults(Callback):
     """Changes a learning rate where the results of validation are."""
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
+    losses = 0.0
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs))
+        self.losses += float(outputs)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        if sum(self.losses) > 0:
+        if self.losses > 0:
             trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
 
 
@@ -191,19 +185,14 @@ class LoweringByOwnBatches(Callback):
         trainer.optimizers[0].param_groups[0]["lr"] *= 1 - 0.01 * float(outputs["loss"].tanh())
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "callback", "message"),
-    [
+def test_learning_rates_that_come_apart_are_refused(tmp_path: Path) -> None:
+    cases: list[tuple[int, Callback, str]] = [
         (2, LoweringByResults(), "The optimizer's options are not on stage 0 what they are here"),
         (1, LoweringByOwnBatches(), "The options of the optimizer are not the same in all pipelines"),
-    ],
-)
-def test_learning_rates_that_come_apart_are_refused(
-    tmp_path: Path, num_stages: int, callback: Callback, message: str
-) -> None:
-    strategy = SDPipeStrategy(num_stages, AllReduce(), data="sharded")
-    lower = partial(refuse, callbacks=[callback])
-    on_four_ranks(lower, tmp_path, Evaluating(), message, strategy, count=2)
+    ]
+    for num_stages, callback, message in cases:
+        strategy = SDPipeStrategy(num_stages, AllReduce(), data="sharded")
+        refuse_each(tmp_path, [(Evaluating(), message, {"strategy": strategy, "callbacks": [callback]})])
 
 
 class Clamping(Regression):
