@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,25 @@ def test_every_package_has_its_place_in_the_house_and_its_line_in_the_docs() -> 
     drawing = ARCHITECTURE.read_text().split("```")[1]
     missing = [name for name in sorted(names) if f"  {name}/" not in drawing and f"{name}.py" not in drawing]
     assert missing == []
+
+
+SIMULATES = """
+from lightning_sdpipe.heterogeneity import Delays
+from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
+from lightning_sdpipe.simulate import Work, simulate
+assert not simulate(SemiDecentralized(), Work(2, 2, 5, heterogeneity=Delays(0.1, 1.0))).stuck
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "others"),
+    [
+        ("import lightning_sdpipe.scheduler.server.process, lightning_sdpipe.scheduler.client.client", {"numpy"}),
+        (SIMULATES, {"numpy"}),
+        ("from lightning_sdpipe.placement import arrange, cost, matching, model, network, rate, search", set()),
+        ("import recipes.baselines.admission", set()),
+    ],
+)
+def test_what_decides_needs_no_torch(program: str, others: set[str]) -> None:
+    checks = f"import sys; sys.exit(', '.join({others | {'torch', 'lightning'}} & set(sys.modules)) or 0)"
+    subprocess.run([sys.executable, "-c", f"{program}\n{checks}"], check=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -43,9 +40,3 @@ def test_stages_and_cuts_may_differ() -> None:
 def test_what_is_no_cost_is_refused(model: CostModel, micro_batches: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         weights(WORLD, 8, cases.stages(), model, micro_batches)
-
-
-def test_nothing_but_measuring_needs_torch() -> None:
-    names = "arrange, cost, matching, model, network, rate, search"
-    program = f"import sys; from lightning_sdpipe.placement import {names}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

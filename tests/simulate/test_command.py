@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -67,15 +65,3 @@ def test_what_cannot_be_simulated_is_refused(
 ) -> None:
     assert main(SMALL + arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_it_needs_neither_torch_nor_numpy_to_run() -> None:
-    code = (
-        "import sys\n"
-        "from lightning_sdpipe.simulate import Work, simulate\n"
-        "from lightning_sdpipe.heterogeneity import Delays\n"
-        "from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized\n"
-        "assert not simulate(SemiDecentralized(), Work(2, 2, 5, heterogeneity=Delays(0.1, 1.0))).stuck\n"
-        "sys.exit(', '.join({'torch', 'numpy', 'lightning'} & set(sys.modules)) or 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

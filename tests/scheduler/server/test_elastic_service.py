@@ -58,6 +58,9 @@ class ElasticDialogue:
         """It has process groups of these."""
         return self.say(e.Beat, worker, member.incarnation, epochs, max(epochs), True)
 
+    def all_hold(self, epoch: int, of: Sequence[Member] = (), stages: int = 1) -> None:
+        self.all_say(e.Beat, (epoch,), epoch, True, of=of, stages=stages)
+
     def tells(self, member: Member, contains: int) -> list[Addressed]:
         """Its heartbeat says how many rounds its model contains."""
         worker = Worker(0, member.pipeline)
@@ -105,10 +108,8 @@ def test_a_scheduler_that_was_started_again_hears_what_a_pipeline_beyond_the_pla
     d.say(e.Enrol, Worker(0, 2), C.incarnation, SAME, e.Resumes(EPOCH, (4,), book=book))
     d.resume(EPOCH, A, B)
     answered = [*d.ask(A, 0, 0), *d.ask(B, 0, 0)]
-    assert [(reply.lease.home, reply.lease.start) for reply in answered if isinstance(reply, m.Dealt)] == [
-        (0, 0),
-        (1, 0),
-    ]
+    leases = [reply.lease for reply in answered if isinstance(reply, m.Dealt)]
+    assert [(lease.home, lease.start) for lease in leases] == [(0, 0), (1, 0)]
     (more,) = d.ask(C, 1, 4)
     assert isinstance(more, m.Dealt)
     log.close()
@@ -126,10 +127,8 @@ def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_jo
         replies = d.say(e.Enrol, Worker(stage, 1), again.incarnation, SAME)
     ((peer, (transfer,)),) = donations(replies)
     assert peer == e.peer_of(Worker(0, 0), A.incarnation)
-    for stage in (0, 1):
-        d.say(e.TellSnapshot, Worker(stage, 0), A.incarnation, transfer, 3)
-    for stage in (0, 1):
-        d.say(e.TellReceived, Worker(stage, 1), again.incarnation, transfer, 3)
+    d.all_say(e.TellSnapshot, transfer, 3, of=(A,), stages=2)
+    d.all_say(e.TellReceived, transfer, 3, of=(again,), stages=2)
     for stage in (0, 1):
         assert isinstance(d.ask(A, 0, 0, stage=stage, segment=one_batch)[0], m.Dealt)
     assert isinstance(d.ask(again, 0, 0, segment=one_batch)[0], m.Dealt)
@@ -150,12 +149,10 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
     """Else all would wait for groups with a worker that is at a pause."""
     d = ElasticDialogue(LocalSGD(every=1))
     epoch = Epoch(4, (A, B), "pipeline 1 has come")
-    for member in (A, B):
-        resumes = e.Resumes(epoch, (), heard=3, joined=True)
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+    d.all_say(e.Enrol, SAME, e.Resumes(epoch, (), heard=3, joined=True))
     assert d.say(m.Ready, Worker(0, 1), B.incarnation, 4) == [], "it is told to join, which it has done"
     d.say(m.Leave, Worker(0, 1), B.incarnation)
-    d.all_say(e.Beat, (5,), 5, True)
+    d.all_hold(5)
     replies = d.say(m.Ready, Worker(0, 0), A.incarnation, 4) + d.service.tick(0.0)
     assert [reply.group.members for _, reply in replies if isinstance(reply, m.Answer)] == [(Worker(0, 0),)]
 
@@ -164,12 +161,9 @@ def test_a_leave_outdates_a_join_that_waits_for_a_process_group() -> None:
 def test_a_join_waits_for_a_process_group_unless_rounds_are_apart(config: PolicyConfig, at_once: bool) -> None:
     d, third = ElasticDialogue(config), Member(2, 303)
     epoch = Epoch(4, (A, B, third), "pipeline 2 has come")
-    for member in (A, B):
-        resumes = e.Resumes(epoch, (4,), heard=3, joined=True)
-        d.say(e.Enrol, Worker(0, member.pipeline), member.incarnation, SAME, resumes)
+    d.all_say(e.Enrol, SAME, e.Resumes(epoch, (4,), heard=3, joined=True))
     d.say(e.Enrol, Worker(0, 2), third.incarnation, SAME, e.Resumes(epoch, (), heard=3))
-    for member in (A, B):
-        d.holds(Worker(0, member.pipeline), member, 4)
+    d.all_hold(4)
     trains = m.routing_id(Worker(0, 2), third.incarnation)
     replies = d.say(m.Join, Worker(0, 2), third.incarnation, None)
     assert [isinstance(reply, e.Noted) for peer, reply in replies if peer == trains] == [True] * at_once
@@ -181,9 +175,7 @@ def equal_replicas(stages: int = 1) -> ElasticDialogue:
     """Pipelines 0 and 1 of a run whose replicas are equal have enrolled, and hold process groups of epoch 1."""
     d = ElasticDialogue(AllPresent(), stages)
     d.all_say(e.Enrol, SAME, stages=stages)
-    for member in (A, B):
-        for stage in range(stages):
-            d.holds(Worker(stage, member.pipeline), member, 1)
+    d.all_hold(1, stages=stages)
     return d
 
 
@@ -193,8 +185,7 @@ def test_who_shares_no_process_group_with_its_neighbour_goes_on_alone_until_all_
     d.all_say(e.Enrol, SAME)
     d.all_say(m.Join, None)
     assert d.groups(d.say(m.Ready, first, A.incarnation, 0)) == [(0,)]
-    d.holds(first, A, 1)
-    d.holds(second, B, 1)
+    d.all_hold(1)
     replies = d.say(m.Ready, first, A.incarnation, 1, now=1.0)
     assert d.groups(replies) == [(0, 1)]
     (invited,) = (peer for peer, reply in replies if isinstance(reply, m.Invitation))
@@ -207,8 +198,7 @@ def test_who_shares_no_process_group_with_its_neighbour_goes_on_alone_until_all_
     d.tick(7.0)
     epoch = d.service.members.membership.epoch
     assert (epoch.number, epoch.tries) == (2, True)
-    d.holds(first, A, 2)
-    d.holds(second, B, 2)
+    d.all_hold(2)
     assert d.groups(d.say(m.Ready, first, A.incarnation, 4, now=7.5)) == [(0, 1)]
     d.say(e.Beat, second, B.incarnation, (), 2, True, now=7.5)
     assert d.groups(d.say(m.Ready, first, A.incarnation, 5, now=7.5)) == [(0,)]
@@ -326,21 +316,14 @@ def test_a_newcomer_is_in_the_round_after_its_donor_has_copied(dies: bool) -> No
     replies = [d.say(e.Enrol, Worker(stage, 2), new, SAME) for stage in stages]
     ((peer, (transfer,)),) = [told for each in replies for told in donations(each)]
     donor, other = (A, B) if peer == e.peer_of(Worker(0, 0), A.incarnation) else (B, A)
-    for stage in stages:
-        d.say(m.Ready, Worker(stage, other.pipeline), other.incarnation, 7)
-    for stage in stages:
-        d.say(e.TellSnapshot, Worker(stage, donor.pipeline), donor.incarnation, transfer, 7)
-    for stage in stages:
-        assert d.say(m.Ready, Worker(stage, donor.pipeline), donor.incarnation, 7) == [], "the newcomer is waited for"
+    d.all_say(m.Ready, 7, of=(other,), stages=2)
+    d.all_say(e.TellSnapshot, transfer, 7, of=(donor,), stages=2)
+    assert d.all_say(m.Ready, 7, of=(donor,), stages=2) == [], "the newcomer is waited for"
     if dies:
-        said = d.groups(d.say(e.Depart, Worker(1, 2), new, False))
-        assert said == [(0, 1), (0, 1)]
+        assert d.groups(d.say(e.Depart, Worker(1, 2), new, False)) == [(0, 1), (0, 1)]
         return
-    for stage in stages:
-        d.say(e.TellReceived, Worker(stage, 2), new, transfer, 7)
-    for member in (A, B, C):
-        for stage in stages:
-            d.holds(Worker(stage, member.pipeline), member, 2)
+    d.all_say(e.TellReceived, transfer, 7, of=(C,), stages=2)
+    d.all_hold(2, (A, B, C), 2)
     for stage in stages:
         assert [type(reply) for _, reply in d.say(m.Join, Worker(stage, 2), new, None)] == [e.Noted]
         assert d.groups(d.say(m.Ready, Worker(stage, 2), new, 7)) == [(0, 1, 2)]
@@ -421,10 +404,7 @@ def test_the_exchange_of_a_round_that_a_member_lacks_is_broken_off_for_all_that_
     d, group = broken_round()
     exchange = Exchanging(group.sequence, (0, 1, 2), 0)
     d.say(e.Beat, Worker(0, 0), A.incarnation, (4,), 4, True, 0, exchange, now=4.0)
-    told = d.service.tick(4.1)
-    assert [(peer, reply.stuck) for peer, reply in told if isinstance(reply, e.Now) and reply.stuck] == [
-        (e.peer_of(Worker(0, 0), A.incarnation), (group.sequence,))
-    ]
+    assert stuck(d.service.tick(4.1)) == [(e.peer_of(Worker(0, 0), A.incarnation), (group.sequence,))]
 
 
 def test_a_new_epoch_is_one_message_for_all_that_are_told_the_same_and_again_for_those_that_have_not_seen_it() -> None:

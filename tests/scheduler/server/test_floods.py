@@ -17,16 +17,15 @@ from lightning_sdpipe.membership.pipelines import Roster
 from lightning_sdpipe.membership.recovery import MemberRecovery
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.server import server
 from lightning_sdpipe.scheduler.server.key_value_store import MAX_KEY_CHARACTERS, KeyValueStore, StoreFull
 from lightning_sdpipe.scheduler.server.lifelines import MAX_SILENT, NONCE_BYTES, Lifelines, Lines
 from lightning_sdpipe.scheduler.server.server import Server
-from lightning_sdpipe.scheduler.server.service import SchedulerService
 from tests.patience import until
 from tests.scheduler.live_scheduler import serving
+from tests.scheduler.server.test_elastic_service import SAME, B, ElasticDialogue
 
 
 @contextmanager
@@ -87,39 +86,24 @@ def test_connections_without_a_nonce_of_the_run_hold_no_descriptors() -> None:
                 each.close()
 
 
-class Members:
-    """A service whose two pipelines train, the second of which makes things up."""
-
-    def __init__(self) -> None:
-        self.service = SchedulerService(SemiDecentralized(window=0.05), 1, 2, elastic=ElasticConfig(1, 2, settle=0.0))
-        self.number = 0
-        for pipeline in range(2):
-            self.say(e.Enrol, pipeline, {"model": "a"})
-        self.membership = self.service.members.membership
-        assert self.membership.members == [0, 1]
-
-    def say(self, kind: type, pipeline: int, *fields: object) -> list[m.Reply | e.Reply]:
-        self.number += 1
-        worker, incarnation = Worker(0, pipeline), 5 + pipeline
-        peer = (e.peer_of if issubclass(kind, e.MemberRequest) else m.routing_id)(worker, incarnation)
-        replies = self.service.handle(peer, kind(worker, incarnation, self.number, *fields), 0.01 * self.number)
-        self.service.validate()
-        assert self.service.failure is None
-        return [reply for to, reply in replies if to == peer]
-
-
 def test_what_a_faulty_member_says_of_others_is_not_kept() -> None:
-    run = Members()
+    d = ElasticDialogue()
+    d.all_say(e.Enrol, SAME)
+    membership = d.service.members.membership
     for first in range(0, 1 << 20, 1 << 10):
         made_up = tuple(range(first, first + 64))
-        run.say(e.Beat, 1, (), run.membership.epoch.number, True, False, None, (-1, -1), made_up)
-    assert len(run.membership._reach._missed) <= 1
+        d.all_say(e.Beat, (), membership.epoch.number, True, False, None, (-1, -1), made_up, of=[B])
+    assert d.service.failure is None
+    assert len(membership._reach._missed) <= 1
 
 
 def test_the_reason_of_a_failure_is_cut() -> None:
-    run = Members()
-    run.say(e.Depart, 1, False, "x" * 100_000)
-    assert len(run.membership.roster.tombstone(1, 6) or "") < 2 * m.MAX_REASON_CHARACTERS
+    d = ElasticDialogue()
+    d.all_say(e.Enrol, SAME)
+    d.all_say(e.Depart, False, "x" * 100_000, of=[B])
+    assert d.service.failure is None
+    reason = d.service.members.membership.roster.tombstone(B.pipeline, B.incarnation)
+    assert 0 < len(reason or "") < 2 * m.MAX_REASON_CHARACTERS
 
 
 def test_what_is_repeated_while_a_scheduler_comes_back_is_kept_once() -> None:
