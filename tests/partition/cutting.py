@@ -31,8 +31,9 @@ class Stepping(nn.Module):
         return self.loss_of(self.model, batch)
 
 
-def planned(module: Stepping, batches: Sequence[Any], num_stages: int, blocks: Sequence[str] | None = None) -> Plan:
-    module.set_up(module.model)
+def planned(module: nn.Module, batches: Sequence[Any], num_stages: int, blocks: Sequence[str] | None = None) -> Plan:
+    if isinstance(module, Stepping):
+        module.set_up(module.model)
     steps = [StepCalls("training_step", [(batch, ()) for batch in batches[:2]], True)]
     rehearse = partial(rehearsal.rehearse, module, steps=steps, device=torch.device("cpu"))
     return tried(partial(plan, module, num_stages, names=blocks, rehearse=rehearse, attempt=tried))

@@ -34,17 +34,6 @@ def test_every_child_of_a_sequential_is_a_block_and_nested_ones_are_opened() -> 
     assert next(find_chains(model)) == ("0", "1", "2.0", "2.1")
 
 
-def test_the_module_that_holds_most_is_opened_and_residual_blocks_are_not() -> None:
-    assert next(find_chains(Model())) == (
-        "encoder.embedding",
-        "encoder.layers.0",
-        "encoder.layers.1",
-        "encoder.layers.2",
-        "encoder.norm",
-        "head",
-    )
-
-
 def test_blocks_can_be_named() -> None:
     names = ["encoder.embedding", "encoder.layers.*", "head"]
     assert next(find_chains(Model(), names)) == (

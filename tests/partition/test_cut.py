@@ -19,10 +19,6 @@ def test_a_uniform_cut_covers_the_chain_evenly(blocks: int, stages: int) -> None
     assert sizes[0] - sizes[-1] <= 1
 
 
-def test_an_explicit_list_is_followed() -> None:
-    assert cut(5, 2, [3, 2]) == (range(0, 3), range(3, 5))
-
-
 @pytest.mark.parametrize("partition", [[3, 3], [5], [5, 0]])
 def test_a_partition_that_does_not_fit_is_refused(partition: list[int]) -> None:
     with pytest.raises(ConfigurationError, match="partition="):

@@ -78,12 +78,8 @@ def test_each_stage_gets_the_values_of_one_process(name: str) -> None:
             else:
                 assert value.device.type == "meta", key
     names = dict(model.named_parameters(remove_duplicate=False))
-    tied = [(a, b) for a in names for b in names if getattr_of(whole, a) is getattr_of(whole, b)]
+    tied = [(a, b) for a in names for b in names if whole.get_parameter(a) is whole.get_parameter(b)]
     assert all(names[a] is names[b] for a, b in tied)
-
-
-def getattr_of(module: nn.Module, name: str) -> Tensor:
-    return module.get_parameter(name)
 
 
 class LiveBytes(TorchDispatchMode):

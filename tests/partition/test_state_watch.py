@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_sdpipe.errors import ConfigurationError
-from lightning_sdpipe.partition.plan import plan
-from lightning_sdpipe.partition.rehearsal import StepCalls, rehearse
 from lightning_sdpipe.partition.state_watch import TouchedError, Untouched
 from lightning_sdpipe.worker.assembly import refuse_counting
 from tests.partition.cutting import LossOf, Stepping, assert_equal_when_cut, planned
@@ -458,17 +456,14 @@ def test_what_the_trainer_keeps(make: type[Changing], what: str) -> None:
         module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Keeper()])
         module.trainer.datamodule = Difficulty()  # type: ignore[attr-defined]
         module.trainer.strategy.optimizers = [torch.optim.SGD(module.parameters())]
-        steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
         with pytest.raises(ConfigurationError, match=rf"changes {what}[\w.]* after") if late else nullcontext():
-            cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
-            assert cut.travel["training_step"].metrics == ()
+            assert planned(module, batches(2), 2).travel["training_step"].metrics == ()
 
 
 @pytest.mark.parametrize("block", [0, -1])
 def test_blocks_log_on_the_last_stage_only(block: int) -> None:
     module = Logging(late=True)
     module.training_step = lambda batch: squared(module.model(batch))  # type: ignore[method-assign,assignment]
-    steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
     inner: Any = module.model.layers[block]
     forward = inner.forward
 
@@ -478,16 +473,14 @@ def test_blocks_log_on_the_last_stage_only(block: int) -> None:
 
     inner.forward = logging
     with pytest.raises(ConfigurationError, match="logs the metric 'mean'") if block == 0 else nullcontext():
-        plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
+        planned(module, batches(2), 2)
 
 
 def test_metrics_that_only_the_end_logs_are_known() -> None:
     module = Logging(late=True)
     module.training_step = lambda batch: module.log("loss", module.model(batch).mean())  # type: ignore[method-assign,assignment]
-    steps = [StepCalls("training_step", [(batch, ()) for batch in batches(2)], True)]
-    cut = plan(module, 2, rehearse=partial(rehearse, module, steps=steps, device=torch.device("cpu")))
-    found = ("the metric 'loss'", "the metric 'loss_epoch'", "the metric 'loss_step'")
-    assert cut.travel["training_step"].metrics == found
+    found = planned(module, batches(2), 2).travel["training_step"].metrics
+    assert found == ("the metric 'loss'", "the metric 'loss_epoch'", "the metric 'loss_step'")
 
 
 def test_of_a_large_list_the_length_is_looked_at() -> None:
