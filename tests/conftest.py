@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from lightning_sdpipe import openmp
 from tests.large_pages import fork_in_large_pages
 from tests.scheduler.forked import forked_schedulers
 
@@ -162,3 +163,12 @@ def own_loggers() -> Iterator[None]:
         if logger.level != level:  # else each call would empty the caches of all loggers
             logger.setLevel(level)
         logger.propagate, logger.disabled, logger.handlers = propagate, disabled, handlers
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """This process computes with two."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+    openmp.end_threads()  # else processes that later tests fork would wait for them

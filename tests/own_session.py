@@ -11,13 +11,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig
 
 from lightning_sdpipe import openmp
 from lightning_sdpipe.worker.launching import job
@@ -79,6 +80,7 @@ class Script:
 
 @contextmanager
 def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterator[Script]:
+    directory.mkdir(exist_ok=True)
     output = directory / "printed.txt"
     output.touch()
     process = multiprocessing.get_context("fork").Process(target=_lead, args=(output, main, arguments))
@@ -89,6 +91,20 @@ def script(directory: Path, main: Callable[..., Any], *arguments: Any) -> Iterat
         yield running
     finally:
         running.end()
+
+
+@contextmanager
+def scripts(directory: Path, *works: tuple[Any, ...]) -> Iterator[list[Script]]:
+    """One for each main function with its arguments, in directories with the numbers of their places."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(script(directory / str(place), *work)) for place, work in enumerate(works)]
+
+
+def torchrun_of(nodes: int, rank: int, address: str, port: int, each: int = 1) -> LaunchConfig:
+    """What torchrun does for one of ``nodes``, with workers that are copies of this process instead of new ones."""
+    configs = {"rank": rank, "timeout": 120}
+    endpoint = {"rdzv_backend": "static", "rdzv_endpoint": f"{address}:{port}", "rdzv_configs": configs}
+    return LaunchConfig(nodes, nodes, each, run_id="tests", max_restarts=0, start_method="fork", **endpoint)
 
 
 def _lead(output: Path, main: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

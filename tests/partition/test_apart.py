@@ -8,14 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_sdpipe import openmp
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.apart import NoAnswerError, apart
 
@@ -148,14 +146,6 @@ def test_a_watchdog_of_the_users_is_not_waited_for() -> None:
         assert apart(lambda: b"done", 5) == b"done"
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-    openmp.end_threads()  # else processes that later tests fork would wait for them
 
 
 def test_it_computes_after_threads_have_computed_here(two_threads: None) -> None:

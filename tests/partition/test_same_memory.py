@@ -15,7 +15,7 @@ from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.partition.materialise import Initialisation, materialise
 from lightning_sdpipe.partition.ownership import assign_owners, keep_only
 from lightning_sdpipe.partition.same_memory import held_together, same_memory
-from tests.features.running import Regression
+from tests.features.running import Regression, assert_same
 from tests.strategy.test_strategy import fit
 
 CPU = torch.device("cpu")
@@ -150,7 +150,6 @@ def test_weights_tied_by_data_train_as_in_one_process(tmp_path: Path) -> None:
     _, expected = fit(tmp_path / "one", "auto", 1, 8, TiedByData())
     strategy = SDPipeStrategy(num_stages=2, sync=AllReduce(), start_method="fork")
     _, model = fit(tmp_path / "four", strategy, 4, 4, TiedByData())
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    assert_same([model.state_dict()], expected.state_dict())
     assert model.net[0].weight.data_ptr() == model.net[2].weight.data_ptr()
     assert model.net[0].weight is not model.net[2].weight

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
 import lightning_sdpipe.placement.measure  # noqa: F401  # before processes fork, since it takes long
 from lightning_sdpipe import cli
@@ -24,18 +23,18 @@ from lightning_sdpipe.placement.job_store import JobStore
 from lightning_sdpipe.placement.network import Network, read_network
 from recipes.harness import namespaces
 from tests.namespaces import hosts
-from tests.own_session import script
+from tests.own_session import scripts, torchrun_of
 from tests.workers import free_port, run_workers
 
 RATE = 40  # Mbit/s of the second machine's cable
 
 
-def torchrun(host: str, environment: dict[str, str], config: LaunchConfig, arguments: list[str]) -> None:
+def torchrun(rank: int, names: Sequence[str], arguments: list[str]) -> None:
     """What ``torchrun --no-python sdpipe`` does, in a process that has imported torch already, and so has its worker,
     which is a copy."""
-    namespaces.enter(host)
-    os.environ |= environment
-    elastic_launch(config, sdpipe)(arguments)
+    namespaces.enter(names[rank])
+    os.environ |= {"SDPIPE_HOST": f"m{rank}", "GLOO_SOCKET_IFNAME": namespaces.INTERFACE, "OMP_NUM_THREADS": "1"}
+    elastic_launch(torchrun_of(len(names), rank, namespaces.address(0), 29557), sdpipe)(arguments)
 
 
 def sdpipe(arguments: list[str]) -> None:
@@ -44,19 +43,8 @@ def sdpipe(arguments: list[str]) -> None:
 
 def measured(names: Sequence[str], file: Path) -> list[str]:
     """What each host printed."""
-    with ExitStack() as stack:
-        agents = []
-        for rank, host in enumerate(names):
-            config = LaunchConfig(
-                min_nodes=len(names), max_nodes=len(names), nproc_per_node=1, run_id="tests",
-                rdzv_backend="static", rdzv_endpoint=f"{namespaces.address(0)}:29557",
-                rdzv_configs={"rank": rank, "timeout": 120}, max_restarts=0, start_method="fork",
-            )  # fmt: skip
-            measuring = ["measure", "-o", str(file), "--pair-timeout", "2"]
-            own = {"SDPIPE_HOST": f"m{rank}", "GLOO_SOCKET_IFNAME": namespaces.INTERFACE, "OMP_NUM_THREADS": "1"}
-            directory = file.parent / f"m{rank}"
-            directory.mkdir()
-            agents.append(stack.enter_context(script(directory, torchrun, host, own, config, measuring)))
+    measuring = ["measure", "-o", str(file), "--pair-timeout", "2"]
+    with scripts(file.parent, *[(torchrun, rank, names, measuring) for rank in range(len(names))]) as agents:
         assert [agent.wait() for agent in agents] == [0] * len(agents), [agent.printed() for agent in agents]
         return [agent.printed() for agent in agents]
 

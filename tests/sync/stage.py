@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -26,8 +27,9 @@ from lightning_sdpipe.sync.background_averaging import AsynchronousPairs, FreeAv
 from lightning_sdpipe.sync.outer_averaging import OuterAveraging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Replica, Synchronizer, SyncMethod
-from lightning_sdpipe.topology.groups import Replicas
+from lightning_sdpipe.topology.groups import ProcessGroups, Replicas
 from lightning_sdpipe.topology.mesh import Mesh
+from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection
 from tests.exchange.test_group_mean import values
 from tests.exchange.threads import Crew, together
 from tests.patience import limit
@@ -43,6 +45,29 @@ def equal(pipeline: int) -> Tensor:
 def change(pipeline: int, update: int) -> Tensor:
     """Of that parameter, by one update."""
     return 0.1 * values(100 * update + pipeline, SIZE)
+
+
+def make_update(sync: Synchronizer, parameter: nn.Parameter, number: int, change: Tensor) -> None:
+    """As training does."""
+    sync.announce(number)
+    parameter.data.add_(change)
+    sync.synchronise()
+
+
+@contextmanager
+def in_a_process(
+    rank: int, count: int, method: SyncMethod, *parameters: nn.Parameter
+) -> Iterator[tuple[Synchronizer, Rendezvous]]:
+    """What a worker of ``count`` real processes has of a method, with a real scheduler; it has joined."""
+    mesh = Mesh.build(count, 1)
+    groups, trained = ProcessGroups.open(mesh, limit()), [each for each in parameters if each.requires_grad]
+    connection = SchedulerConnection(mesh, method.policy, 5, None, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
+    with closing(connection):
+        replica = Replica(connection.client, groups, flatten(parameters), [], trained, limit())
+        sync = method.build(replica)
+        rendezvous = Rendezvous(sync)
+        rendezvous.join()
+        yield sync, rendezvous
 
 
 class Office:

@@ -9,15 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.sync import ADPSGD
 from lightning_sdpipe.sync.methods import method_of
-from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Replica, SyncMethod
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection
-from tests.patience import limit
+from lightning_sdpipe.sync.synchronizer import SyncMethod
+from tests.sync.stage import in_a_process
 from tests.workers import run_workers
 
 WORKERS, ITERATIONS = 4, 12
@@ -26,16 +21,9 @@ WORKERS, ITERATIONS = 4, 12
 def train(rank: int, method: SyncMethod, starts: float, learn: bool) -> tuple[float, Tensor, Tensor]:
     """The start, this worker's model before the pause and after it. Rank 3 is a straggler. A hook counts updates in a
     frozen parameter."""
-    mesh = Mesh.build(WORKERS, 1)
-    groups = ProcessGroups.open(mesh, limit())
     parameter = nn.Parameter(torch.full((5,), starts * rank))
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-    membership = SchedulerConnection(mesh, method.policy, 5, None, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
-    client = membership.client
-    try:
-        sync = method.build(Replica(client, groups, flatten([parameter, frozen]), [], [parameter], limit()))
-        rendezvous = Rendezvous(sync)
-        rendezvous.join()
+    with in_a_process(rank, WORKERS, method, parameter, frozen) as (sync, rendezvous):
         for iteration in range(ITERATIONS):
             before = parameter.detach().clone()
             time.sleep(0.05 if rank == 3 else 0.005)
@@ -49,8 +37,6 @@ def train(rank: int, method: SyncMethod, starts: float, learn: bool) -> tuple[fl
         ended = parameter.detach().clone()
         rendezvous.pause(position=4)
         dist.barrier()
-    finally:
-        membership.close()
     assert sync.statistics.groups == ITERATIONS
     assert (frozen == ITERATIONS).all()
     return starts * rank, ended, parameter.detach()

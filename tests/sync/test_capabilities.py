@@ -87,13 +87,22 @@ def those(choices: Iterable[str], works: Callable[[str], bool]) -> str:
     return "all" if found == every else ", ".join(found) or "–"
 
 
-def moves(given: Any) -> list[str]:
+def exchanges(given: Any, **asked: Any) -> list[str]:
+    """The payloads, overlaps and hierarchies with which it goes besides what is asked for."""
+
+    def goes_with(**values: Any) -> bool:
+        return goes(given, exchange=Exchange(**values), **asked)
+
     return [
-        those(PAYLOADS, lambda name: goes(given, exchange=Exchange(PAYLOADS[name]))),
-        those(["none", "step", "free"], lambda overlap: goes(given, exchange=Exchange(overlap=overlap))),  # type: ignore[arg-type]
-        those(["flat", "hosts"], lambda hierarchy: goes(given, exchange=Exchange(hierarchy=hierarchy))),  # type: ignore[arg-type]
-        those(["1f1b", "pipedream"], lambda schedule: goes(given, schedule=schedule, num_stages=2)),
+        those(PAYLOADS, lambda name: goes_with(payload=PAYLOADS[name])),
+        those(["none", "step", "free"], lambda overlap: goes_with(overlap=overlap)),
+        those(["flat", "hosts"], lambda hierarchy: goes_with(hierarchy=hierarchy)),
     ]
+
+
+def moves(given: Any) -> list[str]:
+    schedules = those(["1f1b", "pipedream"], lambda schedule: goes(given, schedule=schedule, num_stages=2))
+    return [*exchanges(given), schedules]
 
 
 def trains(given: Any) -> list[str]:
@@ -102,24 +111,12 @@ def trains(given: Any) -> list[str]:
 
 
 def comes_and_goes(given: Any) -> list[str]:
-    payloads = those(PAYLOADS, lambda name: goes(given, exchange=Exchange(PAYLOADS[name]), elastic=True))
-    overlaps = those(
-        ["none", "step", "free"],
-        lambda overlap: goes(given, exchange=Exchange(overlap=overlap), elastic=True),  # type: ignore[arg-type]
-    )
-    hierarchies = those(
-        ["flat", "hosts"],
-        lambda hierarchy: goes(given, exchange=Exchange(hierarchy=hierarchy), elastic=True),  # type: ignore[arg-type]
-    )
-    return [] if payloads == "–" else [payloads, overlaps, hierarchies]
+    found = exchanges(given, elastic=True)
+    return [] if found[0] == "–" else found
 
 
 def is_cut_unlike(given: Any) -> list[str]:
-    payloads = those(PAYLOADS, lambda name: goes(given, exchange=Exchange(PAYLOADS[name]), unlike=(1, 2)))
-    overlaps = those(
-        ["none", "step", "free"],
-        lambda overlap: goes(given, exchange=Exchange(overlap=overlap), unlike=(1, 2)),  # type: ignore[arg-type]
-    )
+    payloads, overlaps, _ = exchanges(given, unlike=(1, 2))
     return [] if payloads == "–" else [payloads, overlaps]
 
 

@@ -60,6 +60,13 @@ def group(number: int, *pipelines: int) -> Group:
     return Group(workers, (1 / len(workers),) * len(workers), 7, "tested", epoch=number)
 
 
+def in_epoch(number: int, *pipelines: int, of: int, stores: Mapping[str, Store]) -> EpochGroups:
+    """The process groups of a worker that has entered it."""
+    groups = EpochGroups(Worker(0, of), lambda name, cancelled: stores[name], limit(60), Reports())
+    groups.enter(epoch(number, *pipelines))
+    return groups
+
+
 def averaging(groups: EpochGroups, pipeline: int, traffic: Traffic, exchange: Exchange) -> Mover:
     """As training moves models."""
     nobody: Any = None
@@ -73,8 +80,7 @@ def test_a_group_of_somebody_that_was_lost_before_fails_at_once_and_those_that_a
     stores: dict[str, Store] = {"epoch-2-0": dist.HashStore()}
 
     def work(pipeline: int) -> tuple[float, list[int], list[float]]:
-        groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(), Reports())
-        groups.enter(epoch(2, 0, 1))
+        groups = in_epoch(2, 0, 1, of=pipeline, stores=stores)
         tensor = torch.full((3,), float(pipeline))
         groups.mean(group(2, 0, 1))  # waits until it is made
         began = time.monotonic()
@@ -143,8 +149,7 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
     let_go = threading.Event()
 
     def work(pipeline: int) -> tuple[list[int], list[float]]:
-        groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(), Reports())
-        groups.enter(epoch(1, 0, 1))
+        groups = in_epoch(1, 0, 1, of=pipeline, stores=stores)
         mover = groups.mean(group(1, 0, 1))
         groups.use(group(1, 0, 1))
         if pipeline == 0:
@@ -175,8 +180,7 @@ def test_an_exchange_that_breaks_off_ends_even_if_another_member_is_gone() -> No
     gone = threading.Event()
 
     def work(pipeline: int) -> str:
-        groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
-        groups.enter(epoch(1, 0, 1, 2))
+        groups = in_epoch(1, 0, 1, 2, of=pipeline, stores=stores)
         mover = groups.mean(group(1, 0, 2))
         if pipeline == 1:
             groups.give_up(group(1, 0, 1, 2))  # closes its connections, as its end does
@@ -240,8 +244,7 @@ def test_a_member_that_begins_late_is_waited_for_as_long_as_a_transfer_may_take(
     made = threading.Barrier(2)
 
     def work(pipeline: int) -> list[float]:
-        groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
-        groups.enter(epoch(1, 0, 1))
+        groups = in_epoch(1, 0, 1, of=pipeline, stores=stores)
         mover = groups.mean(group(1, 0, 1))
         made.wait()
         time.sleep(5 * pipeline)
@@ -258,8 +261,7 @@ def test_a_group_of_somebody_that_is_lost_meanwhile_is_given_up(left: Epoch, mon
     kept: list[EpochGroups] = []
 
     def work(pipeline: int) -> str:
-        groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
-        groups.enter(epoch(1, 0, 1))
+        groups = in_epoch(1, 0, 1, of=pipeline, stores=stores)
         mover = groups.mean(group(1, 0, 1))
         if pipeline == 1:
             kept.append(groups)  # it lives, but sends nothing
@@ -287,8 +289,7 @@ def test_of_exchanges_at_the_same_time_each_ends_when_its_own_member_is_lost() -
         return msgspec.structs.replace(group(1, *pipelines), sequence=sequence)
 
     def work(pipeline: int) -> list[float]:
-        groups = EpochGroups(Worker(0, pipeline), lambda name, cancelled: stores[name], limit(60), Reports())
-        groups.enter(epoch(1, 0, 1, 2))
+        groups = in_epoch(1, 0, 1, 2, of=pipeline, stores=stores)
         tensor = torch.full((3,), float(pipeline))
         groups.mean(group(1, 0, 1, 2))  # waits until it is made
         made.wait()

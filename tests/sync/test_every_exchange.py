@@ -22,7 +22,7 @@ from lightning_sdpipe.sync.methods import check, examples, method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
-from tests.sync.stage import Stage
+from tests.sync.stage import Stage, make_update
 
 N, SIZE, UPDATES = 4, 400, 4
 SHORT: dict[Any, Any] = {
@@ -135,9 +135,7 @@ def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous
             (mean,) = sync.gradients.finish()
             assert mean is not None
             change = mean
-        sync.announce(number)
-        parameter.data.add_(change)
-        sync.synchronise()
+        make_update(sync, parameter, number, change)
     rendezvous.pause(position=UPDATES)
     return parameter.detach().clone()
 
@@ -215,9 +213,7 @@ def test_bytes_are_those_of_the_formula(stages: dict[int, Stage], sync: Any, pay
             if sync.gradients is not None:
                 sync.gradients.complete([change])
                 sync.gradients.finish()
-            sync.announce(number)
-            parameter.data.add_(change)
-            sync.synchronise()
+            make_update(sync, parameter, number, change)
             counts.append(sync.statistics.bytes_sent)
         rendezvous.pause(position=4)
         return counts

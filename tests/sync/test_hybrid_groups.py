@@ -21,10 +21,9 @@ from lightning_sdpipe.placement.model import Block, Model
 from lightning_sdpipe.placement.network import Device, Network, write_network
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync import PHDPSGD, SemiDecentralized
-from lightning_sdpipe.sync.capabilities import Combination
 from lightning_sdpipe.sync.hybrid_groups import HybridGroups
 from lightning_sdpipe.sync.measured_groups import on_hosts, with_measured_groups
-from lightning_sdpipe.sync.methods import check, method_of
+from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.synchronizer import Replica
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh
@@ -326,8 +325,3 @@ def test_groups_that_do_not_fit_are_refused_before_any_process_starts() -> None:
         start(PHDPSGD(groups=[[0, 1], [2]]))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="data='dealt' does not go with sync=PHDPSGD"):
         start(PHDPSGD(group_size=1), data="dealt")
-
-
-def test_pipelines_that_come_and_go_form_no_groups() -> None:
-    with pytest.raises(ConfigurationError, match=r"sync=PHDPSGD.*does not work in an elastic run"):
-        check(method_of(PHDPSGD(group_size=1)), Combination(PHDPSGD(group_size=1), elastic=True))

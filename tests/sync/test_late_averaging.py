@@ -7,15 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdpipe.exchange.buckets import flatten
 from lightning_sdpipe.sync import PartialReduce
 from lightning_sdpipe.sync.methods import method_of
-from lightning_sdpipe.sync.rendezvous import Rendezvous
-from lightning_sdpipe.sync.synchronizer import Replica
-from lightning_sdpipe.topology.groups import ProcessGroups
-from lightning_sdpipe.topology.mesh import Mesh
-from lightning_sdpipe.worker.scheduler_connection import SchedulerConnection
-from tests.patience import limit
+from tests.sync.stage import in_a_process
 from tests.workers import run_workers
 
 WORKERS = 3
@@ -29,18 +23,11 @@ def start(rank: int) -> Tensor:
 
 def take_turns(rank: int, decay: float | None) -> tuple[list[Tensor], list[float]]:
     """This worker's model after each of its groups, with a learning rate of 0, and the mean of how many it is."""
-    mesh = Mesh.build(WORKERS, 1)
-    groups = ProcessGroups.open(mesh, limit())
     parameter = nn.Parameter(start(rank))
     method = method_of(PartialReduce(group_size=2, decay=decay))
-    membership = SchedulerConnection(mesh, method.policy, 5, None, lambda: "tcp://127.0.0.1:*", 20.0, lambda: None)
-    client = membership.client
     models: list[Tensor] = []
     counts, iteration = [], 0
-    try:
-        sync = method.build(Replica(client, groups, flatten([parameter]), [], [parameter], limit()))
-        rendezvous = Rendezvous(sync)
-        rendezvous.join()
+    with in_a_process(rank, WORKERS, method, parameter) as (sync, rendezvous):
         for turn in TURNS:
             if rank in turn:
                 sync.announce(iteration)
@@ -52,8 +39,6 @@ def take_turns(rank: int, decay: float | None) -> tuple[list[Tensor], list[float
                 iteration += 1
             dist.barrier()
         rendezvous.pause(position=len(TURNS))
-    finally:
-        membership.close()
     assert sync.statistics.mean_group_size == 2.0
     return models, counts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -11,6 +10,7 @@ import pytest
 from lightning_sdpipe.errors import WorkerFailedError
 from lightning_sdpipe.policies import Group, Worker
 from lightning_sdpipe.sync.hybrid_groups import OrderedInvitations
+from tests.patience import until
 
 ME, OTHER = Worker(0, 0), Worker(0, 1)
 
@@ -32,19 +32,15 @@ class Recorder:
 
     def __init__(self) -> None:
         self.done: list[tuple[int, bool]] = []
-        self._changed = threading.Condition()
 
     def __call__(self, group: Group, with_step: bool) -> float:
         if group.sequence == 13:
             raise WorkerFailedError("it broke off")
-        with self._changed:
-            self.done.append((group.sequence, with_step))
-            self._changed.notify_all()
+        self.done.append((group.sequence, with_step))
         return 0.25
 
     def wait_for(self, *sequences: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: [n for n, _ in self.done] == [*sequences], 10), self.done
+        until(lambda: [number for number, _ in self.done] == [*sequences], lambda: self.done)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from lightning_sdpipe.sync.methods import check
 from lightning_sdpipe.sync.outer_rounds_averaging import OuterRoundsAveraging
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
-from tests.sync.stage import SIZE, Stage, change, equal
+from tests.sync.stage import SIZE, Stage, change, equal, make_update
 
 N, EVERY = 3, 2
 LR, MOMENTUM = 0.7, 0.9
@@ -29,9 +29,7 @@ LR, MOMENTUM = 0.7, 0.9
 
 def update(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, numbers: range) -> None:
     for number in numbers:
-        sync.announce(number)
-        parameter.data.add_(change(pipeline, number))
-        sync.synchronise()
+        make_update(sync, parameter, number, change(pipeline, number))
 
 
 @pytest.mark.parametrize("exchange", [Exchange(), Exchange(overlap="step")], ids=str)

@@ -17,7 +17,7 @@ from lightning_sdpipe.sync.methods import method_of
 from lightning_sdpipe.sync.rendezvous import Rendezvous
 from lightning_sdpipe.sync.synchronizer import Synchronizer
 from tests.exchange.test_group_mean import values
-from tests.sync.stage import Stage
+from tests.sync.stage import Stage, make_update
 
 N, SIZE = 4, 100
 
@@ -35,9 +35,7 @@ def test_who_rests_and_comes_back_keeps_the_mean(stage: Stage, sync: Any, payloa
     def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> Tensor:
         rendezvous.join()
         for number in range(8):
-            sync.announce(number)
-            parameter.data.add_(values(10 * number + pipeline, SIZE))
-            sync.synchronise()
+            make_update(sync, parameter, number, values(10 * number + pipeline, SIZE))
             beside.add(isinstance(sync, AsynchronousPairs) and sync._job is not None)
             rendezvous.rest()
             rendezvous.rejoin()
@@ -57,9 +55,7 @@ def test_a_pause_while_a_mean_travels_is_no_round_of_its_own(stage: Stage) -> No
     def train(pipeline: int, parameter: nn.Parameter, sync: Synchronizer, rendezvous: Rendezvous) -> list[Tensor]:
         rendezvous.join()
         for number in range(5):
-            sync.announce(number)
-            parameter.data.add_(values(10 * number + pipeline, SIZE))
-            sync.synchronise()
+            make_update(sync, parameter, number, values(10 * number + pipeline, SIZE))
         rendezvous.pause(position=5)
         momentum = sync.parameter_states()[parameter]["outer_momentum"].clone()
         return [parameter.detach().clone(), momentum]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.topology.groups import ProcessGroups, compare_meshes, keep_until_the_end, open_groups
 from lightning_sdpipe.topology.mesh import Mesh
-from tests.own_session import script
+from tests.own_session import scripts
 from tests.patience import limit
 from tests.workers import free_port, run_workers
 
@@ -32,9 +32,7 @@ def _fails_amid_a_collective(rank: int, port: int) -> None:
 @pytest.mark.distributed
 def test_a_process_that_fails_ends_though_a_collective_is_stuck(tmp_path: Path) -> None:
     port, work = free_port(), _fails_amid_a_collective
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    with script(tmp_path / "1", work, 1, port), script(tmp_path / "0", work, 0, port) as failing:
+    with scripts(tmp_path, (work, 0, port), (work, 1, port)) as (failing, _):
         assert failing.wait() == 1
         assert "something else" in failing.printed()
 

@@ -6,7 +6,6 @@ import json
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from lightning_sdpipe.topology import tcp_store
 from lightning_sdpipe.topology.tcp_store import listen, open_store
 from tests.features.running import Regression, as_torchrun, pipelines, train_loader
-from tests.own_session import script
+from tests.own_session import scripts
 from tests.workers import free_port, listening
 
 SOON = timedelta(minutes=10)
@@ -130,11 +129,8 @@ def _fit(directory: Path) -> None:
 @pytest.mark.distributed
 def test_all_sockets_of_a_run_on_one_machine_are_on_loopback(tmp_path: Path) -> None:
     port = free_port()
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            (own := tmp_path / str(rank)).mkdir()
-            ranks.append(stack.enter_context(script(own, as_torchrun, rank, port, 2, _fit, (own,))))
+    works = [(as_torchrun, rank, port, 2, _fit, (tmp_path / str(rank),)) for rank in range(2)]
+    with scripts(tmp_path, *works) as ranks:
         assert [each.wait() for each in ranks] == [0, 0], [each.printed() for each in ranks]
         found = [re.findall("^LISTENS (.*)$", each.printed(), re.M) for each in ranks]
     for (addresses,) in found:

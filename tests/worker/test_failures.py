@@ -25,7 +25,7 @@ from recipes.harness import namespaces
 from tests.features.running import Regression, as_torchrun
 from tests.features.table import refused, supported
 from tests.namespaces import hosts
-from tests.own_session import Script, module, script
+from tests.own_session import Script, module, script, scripts
 from tests.patience import until
 from tests.scheduler.live_scheduler import serving
 from tests.scripts import endings, run_case
@@ -111,12 +111,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path, case: str, message: str) -> None:
     """No launcher looks after these two."""
     port = free_port()
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    with (
-        script(tmp_path / "0", as_torchrun, 0, port, 2, run_case.main, (case,)) as survivor,
-        script(tmp_path / "1", as_torchrun, 1, port, 2, run_case.main, (case,)) as killed,
-    ):
+    works = [(as_torchrun, rank, port, 2, run_case.main, (case,)) for rank in range(2)]
+    with scripts(tmp_path, *works) as (survivor, killed):
         assert killed.wait() == -signal.SIGKILL
         assert survivor.wait() == 1
         assert killed.left() == survivor.left() == []
@@ -132,14 +128,10 @@ def test_a_worker_that_is_killed_ends_the_run_whatever_the_method(tmp_path: Path
 def test_a_worker_that_is_stopped_ends_those_that_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And itself, when it wakes up. The scheduler, which has not heard of it for three seconds by then, waits."""
     port = free_port()
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
+    works = [(as_torchrun, rank, port, 2, run_case.main, ("stopped",)) for rank in range(2)]
     with serving(NoSync(), 1, 2, keys=read_scheduler_keys(own_keys()[0]), worker_timeout=3.0) as standing:
         monkeypatch.setenv("SDPIPE_SCHEDULER", standing.address)
-        with (
-            script(tmp_path / "0", as_torchrun, 0, port, 2, run_case.main, ("stopped",)) as survivor,
-            script(tmp_path / "1", as_torchrun, 1, port, 2, run_case.main, ("stopped",)) as stopped,
-        ):
+        with scripts(tmp_path, *works) as (survivor, stopped):
             assert survivor.wait() == 1
             os.kill(stopped.pid, signal.SIGCONT)
             assert stopped.wait() == 1
@@ -170,10 +162,8 @@ def test_two_workers_that_reach_the_scheduler_but_not_each_other_are_named(tmp_p
         with namespaces.inside(center):
             bind = f"tcp://{namespaces.address(2)}:*"
             standing = stack.enter_context(serving(NoSync(), 1, 2, bind=bind, **options))
-        runs = []
-        for rank, name in enumerate(names):
-            (tmp_path / str(rank)).mkdir()
-            runs.append(stack.enter_context(script(tmp_path / str(rank), on_host, name, rank, standing.address)))
+        works = [(on_host, name, rank, standing.address) for rank, name in enumerate(names)]
+        runs = stack.enter_context(scripts(tmp_path, *works))
         until(lambda: "it trains" in runs[1].printed() or not runs[1].process.is_alive(), runs[1].printed)
         for number in range(2):
             namespaces.part(number)

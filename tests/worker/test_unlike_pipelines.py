@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import NOTHING_MORE
 from lightning_sdpipe.scheduler.log.event_log import differences, read_log
-from tests.features.running import on_four_ranks
+from tests.features.running import assert_same, on_four_ranks
 from tests.worker.unlike_pipelines import (
     BATCH,
     BATCHES,
@@ -49,11 +49,7 @@ def of_file(file: Path) -> dict[str, Tensor]:
     return values
 
 
-def assert_parts(parts: list[dict[str, Tensor]], whole: dict[str, Tensor], **tolerance: float) -> None:
-    assert set().union(*parts) == set(whole)
-    for part in parts:
-        for name, value in part.items():
-            torch.testing.assert_close(value, whole[name], rtol=0, **{"atol": 0, **tolerance}, msg=name)
+assert_parts = partial(assert_same, rtol=0, atol=0)
 
 
 def test_all_reduce_on_pipelines_of_unlike_depths_is_one_process(tmp_path: Path) -> None:

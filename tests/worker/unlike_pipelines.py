@@ -19,6 +19,7 @@ from lightning_sdpipe.loop.joint import JointBatchSource
 from lightning_sdpipe.topology.groups import device_name
 from lightning_sdpipe.topology.placement_file import Placement, write_placement
 from recipes.harness.processes import be_rank
+from tests.features.running import quiet_trainer
 from tests.policies.by_script import Scripted
 
 DEPTHS, CUTS = [1, 2, 3], [[6], [4, 2], [1, 3, 2]]
@@ -127,14 +128,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def trainer(directory: Path, strategy: Any = "auto", **options: Any) -> L.Trainer:
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 2,
-    }
-    quiet |= {"devices": int(os.environ.get("WORLD_SIZE", 1)), "enable_checkpointing": False, "gradient_clip_val": 0.5}
-    return L.Trainer(accelerator="cpu", strategy=strategy, default_root_dir=directory, **{**quiet, **options})
+    own = {"devices": int(os.environ.get("WORLD_SIZE", 1)), "gradient_clip_val": 0.5}
+    return quiet_trainer(strategy=strategy, default_root_dir=directory, **{**own, **options})
 
 
 def go_on(file: Path, strategy: Any = "auto") -> dict[str, Tensor]:

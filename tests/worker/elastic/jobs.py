@@ -234,6 +234,12 @@ class ElasticRun(pipelines.Pipelines):
         self.wait(lambda: (over := self.ended(pipeline)) or holds() or over, f"{what} of pipeline {pipeline}")
         assert holds(), f"pipeline {pipeline} ended before {what}:\n{self.said()}"
 
+    def comes_back(self, pipeline: int, work: Callable[[], None], turns: int) -> None:
+        """It is started for the second time, and makes so many turns more."""
+        self.start(pipeline, work)
+        self.wait_for_newcomer(pipeline)
+        self.wait_for_turns([pipeline], turns)
+
     def lose_and_regain(
         self,
         dies: Callable[[], None],
@@ -254,9 +260,7 @@ class ElasticRun(pipelines.Pipelines):
         self.wait(lambda: self.ended(last), f"the death of pipeline {last}")
         died = self.rows(last)[0][-1]["at"]
         self.wait_for_turns(range(last), alone)
-        self.start(last, work)
-        self.wait_for_newcomer(last)
-        self.wait_for_turns([last], again)
+        self.comes_back(last, work, again)
         return float(died)
 
     def finish_well(self, **options: Any) -> None:
@@ -266,6 +270,14 @@ class ElasticRun(pipelines.Pipelines):
         assert codes == dict.fromkeys(codes, [0] * self.num_stages), self.said()
         self.check_policy(**options)
         self.check_replicas(sorted(codes))
+
+    def ends_as(self, codes: dict[int, list[int]]) -> None:
+        """Ends the run: the newest starts have these exit codes, no sample was lost, and those that ended well were
+        equal at every pause."""
+        found = self.finish()
+        assert found == codes, self.said()
+        self.check_samples()
+        self.check_replicas([pipeline for pipeline, of in codes.items() if not any(of)])
 
     def check_replicas(self, pipelines: Sequence[int]) -> None:
         """They were equal at every pause."""

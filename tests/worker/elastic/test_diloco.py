@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.exchange.outer_model import Nesterov
 from lightning_sdpipe.exchange.outer_state import NewBase, OuterRoundsModel, OuterState
@@ -34,10 +33,7 @@ class Bases(Callback):
     """Writes down each base that this process trains from, and the number of the round that has made it."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, SDPipeStrategy)
         (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        self.diary = diary
         adopt = OuterState.adopt
 
         def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:

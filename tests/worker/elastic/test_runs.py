@@ -72,13 +72,8 @@ def test_a_stage_is_killed_and_its_pipeline_comes_back(tmp_path: Path) -> None:
         run.kill(0, rank=1)  # stage 0 of the leader
         run.wait(lambda: run.ended(0), "the end of the other stage")
         run.wait_for_turns([1], 5)
-        run.start(0, work)
-        run.wait_for_newcomer(0)
-        run.wait_for_turns([0], 12)
-        codes = run.finish()
-        assert codes == {0: [0, 0], 1: [0, 0]}, run.said()
-        run.check_samples()
-        run.check_replicas([0, 1])
+        run.comes_back(0, work, 12)
+        run.ends_as({0: [0, 0], 1: [0, 0]})
         for rank in (0, 1):
             first = run.rows(0, rank)[-1][0]
             assert first["averaged"][0] > 0  # the donor's average
@@ -147,10 +142,7 @@ def test_a_stage_is_killed_while_several_begin_together(tmp_path: Path, monkeypa
     work = partial(fit_unless_killed_at_the_beginning, tmp_path)
     with elastic_run(tmp_path, 2, 3, work=work) as run:
         run.wait_for_turns([1, 2], 12)
-        codes = run.finish()
-        assert codes == {0: [-signal.SIGKILL, 1], 1: [0, 0], 2: [0, 0]}, run.said()
-        run.check_samples()
-        run.check_replicas([1, 2])
+        run.ends_as({0: [-signal.SIGKILL, 1], 1: [0, 0], 2: [0, 0]})
         monkeypatch.setenv("SDPIPE_PIPELINE", "1")
         expected, seen = sums(Model()), [run.rows(pipeline, rank)[0][0] for pipeline in (1, 2) for rank in range(2)]
         assert all(row["state"].items() <= expected.items() for row in seen), (expected, seen)
@@ -167,11 +159,9 @@ def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
         left = run.kill(1, number=signal.SIGTERM)
         run.wait(lambda: run.ended(1), "the end of pipeline 1")
         run.wait_for_turns([2], 30)
-        codes = run.finish()
-        assert codes == {0: [-signal.SIGKILL], 1: [128 + signal.SIGTERM], 2: [0]}, run.said()
+        run.ends_as({0: [-signal.SIGKILL], 1: [128 + signal.SIGTERM], 2: [0]})
         assert "pipeline 1 left" in run.said()
         run.check_turns([2], left)
-        run.check_samples()
         (logs,) = (tmp_path / "lightning_logs").iterdir()
         steps = [int(row["step"]) for row in csv.DictReader((logs / "metrics.csv").open())]
         assert steps[0] < 20  # of the first leader
@@ -207,12 +197,10 @@ def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_n
         run.kill(0, number=signal.SIGCONT)
         run.wait(lambda: run.ended(0), "the end of the one that woke up")
         assert torch.load(path, weights_only=False)["global_step"] >= before
-        codes = run.finish()
-        assert codes == {0: [1], 1: [0]}, run.said()
+        run.ends_as({0: [1], 1: [0]})
         assert not [left for left in path.parent.iterdir() if left.suffix == ".writing"]
         last = max(int(saved.stem.split("=")[-1]) for saved in path.parent.glob("*step=*"))
         assert torch.load(path, weights_only=False)["global_step"] == last
-        run.check_samples()
 
 
 @pytest.mark.parametrize("scheduler", ["lives", pytest.param("dies, too", marks=pytest.mark.slow)])
@@ -229,16 +217,13 @@ def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp
             run.start(pipeline, work)
         run.wait(lambda: all(len(run.rows(pipeline)) == 2 for pipeline in range(2)), "their first turns")
         run.wait_for_turns([0, 1], 10)
-        codes = run.finish()
-        assert codes == {0: [0], 1: [0]}, run.said()
+        run.ends_as({0: [0], 1: [0]})
         started = {run.rows(pipeline)[-1][0]["started"] for pipeline in range(2)}
         assert len(started) == 1
         assert min(started) >= 10
         assert "start again from" in run.said()
         assert f"step={min(started)}.ckpt" in run.said()
         assert not list((tmp_path / "logs").glob("newest*")), "the run has finished"
-        run.check_samples()
-        run.check_replicas([0, 1])
 
 
 class MyTime(Timer):
@@ -307,9 +292,7 @@ def test_too_few_wait_for_more(tmp_path: Path) -> None:
         (rows,) = run.rows(1)
         turns = sum("took" in row and paused_at < row["at"] < begins for row in rows)
         assert turns <= 5  # what was under way, and what it may train while the newcomer sets out
-        codes = run.finish()
-        assert codes == {0: [0], 1: [0]}, run.said()
-        run.check_samples()
+        run.ends_as({0: [0], 1: [0]})
 
 
 def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
@@ -322,10 +305,7 @@ def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
         run.kill(0)  # two at once, all but newcomers
         run.kill(1)
         run.wait_for_turns([3, 5], 12)
-        codes = run.finish()
-        assert codes == {0: [-9], 1: [-9], 3: [0], 5: [0]}, run.said()
-        run.check_samples()
-        run.check_replicas([3, 5])
+        run.ends_as({0: [-9], 1: [-9], 3: [0], 5: [0]})
         assert run.rows(3)[-1][-1]["leads"] != run.rows(5)[-1][-1]["leads"]
         assert "different training data: sample 0 on pipeline 5 differs from that on pipeline" in run.said()
 
@@ -351,12 +331,8 @@ def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tm
         namespaces.plug(1, True)
         run.wait(lambda: run.ended(1), "the end of the one that was cut off")
         assert all(code and code > 0 for code in run.exit_codes(1)), run.said()
-        run.start(1, work)
-        run.wait_for_newcomer(1)
-        run.wait_for_turns([1], 8)
-        assert run.finish() == {0: [0], 1: [0]}, run.said()
-        run.check_samples()
-        run.check_replicas([0, 1])
+        run.comes_back(1, work, 8)
+        run.ends_as({0: [0], 1: [0]})
 
 
 def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
@@ -368,11 +344,9 @@ def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: P
         time.sleep(2.0)
         namespaces.plug(2, True)
         run.wait_for_turns([0, 1], 10)
-        assert run.finish() == {0: [0], 1: [0]}, run.said()
+        run.ends_as({0: [0], 1: [0]})
         assert "is gone" not in run.said()
         assert [len(run.rows(pipeline)) for pipeline in range(2)] == [1, 1]
-        run.check_samples()
-        run.check_replicas([0, 1])
 
 
 def test_of_two_machines_that_cannot_reach_each_other_the_younger_is_put_out(tmp_path: Path) -> None:
@@ -386,6 +360,4 @@ def test_of_two_machines_that_cannot_reach_each_other_the_younger_is_put_out(tmp
         assert time.monotonic() - parted < limit(45).total_seconds(), "of 2 s, and some epochs"
         run.wait_for_turns([0, 2], 10)
         assert "cannot reach pipelines 0" in run.said()
-        assert run.finish() == {0: [0], 1: [1], 2: [0]}, run.said()
-        run.check_samples()
-        run.check_replicas([0, 2])
+        run.ends_as({0: [0], 1: [1], 2: [0]})

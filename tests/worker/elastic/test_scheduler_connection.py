@@ -17,6 +17,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler.client.client import Callbacks, SchedulerClient
 from lightning_sdpipe.worker.elastic.scheduler_connection import ElasticConnection
 from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress
+from tests.patience import until
 from tests.scheduler.live_scheduler import serving
 
 
@@ -25,18 +26,11 @@ class Other:
 
     def __init__(self, address: str) -> None:
         self.epochs: list[Epoch] = []
-        self._heard = threading.Condition()
-        self.client = SchedulerClient(address, Worker(0, 1), 101, timeout=600, told=Callbacks(epoch=self._hear))
-
-    def _hear(self, epoch: Epoch) -> None:
-        with self._heard:
-            self.epochs.append(epoch)
-            self._heard.notify_all()
+        told = Callbacks(epoch=self.epochs.append)
+        self.client = SchedulerClient(address, Worker(0, 1), 101, timeout=600, told=told)
 
     def hears(self, lost: int) -> str:
-        with self._heard:
-            assert self._heard.wait_for(lambda: any(lost in epoch.lost for epoch in self.epochs), 5), self.epochs
-            return next(epoch.reason for epoch in self.epochs if lost in epoch.lost)
+        return str(until(lambda: [epoch.reason for epoch in self.epochs if lost in epoch.lost])[0])
 
 
 @pytest.fixture

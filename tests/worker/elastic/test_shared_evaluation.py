@@ -114,7 +114,6 @@ def fit(
     epochs: int = 3,
     model: type[Evaluated] = Evaluated,
     deaths: tuple[tuple[int, int], ...] = (),
-    loaders: int = 1,
 ) -> None:
     """``deaths``: the pipeline and rank that dies in a step of the first validation, and before the merge of the
     second."""
@@ -153,8 +152,7 @@ def fit(
         ],
     )
     data, validation = Numbered(SAMPLES), Numbered(OF_VALIDATION)
-    of_validation = [DataLoader(validation, OF_EACH) for _ in range(loaders)]
-    trainer.fit(model(), DataLoader(data, BATCH, shuffle=True), of_validation if loaders > 1 else of_validation[0])
+    trainer.fit(model(), DataLoader(data, BATCH, shuffle=True), DataLoader(validation, OF_EACH))
     monitor, stopping = trainer.checkpoint_callback, trainer.early_stopping_callback
     assert isinstance(monitor, ModelCheckpoint)
     assert stopping is not None
@@ -206,14 +204,12 @@ def test_each_sample_counts_once_whoever_dies(
 
 
 @pytest.mark.parametrize(
-    ("model", "loaders", "reason"),
-    [(Keeping, 1, "changes 'kept'"), (Correlated, 1, "metric 'correlation' has dist_reduce_fx=None")],
+    ("model", "reason"),
+    [(Keeping, "changes 'kept'"), (Correlated, "metric 'correlation' has dist_reduce_fx=None")],
     ids=["kept", "correlation"],
 )
-def test_what_cannot_be_merged_is_evaluated_by_all(
-    tmp_path: Path, model: type[Evaluated], loaders: int, reason: str
-) -> None:
-    with elastic_run(tmp_path, 1, 2, work=partial(fit, tmp_path, 1, 2, model, loaders=loaders)) as run:
+def test_what_cannot_be_merged_is_evaluated_by_all(tmp_path: Path, model: type[Evaluated], reason: str) -> None:
+    with elastic_run(tmp_path, 1, 2, work=partial(fit, tmp_path, 1, 2, model)) as run:
         codes = run.codes("the end")
         assert codes == {0: [0], 1: [0]}, run.said()
         for validation in (1, 2):

@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +15,31 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
-from lightning_sdpipe import AllReduce, SDPipeStrategy, openmp
+from lightning_sdpipe import AllReduce, SDPipeStrategy
 from recipes.harness import namespaces
 from tests.features.running import Regression
 from tests.features.table import supported
 from tests.namespaces import hosts
-from tests.own_session import script
+from tests.own_session import scripts, torchrun_of
 from tests.scripts import launched
 from tests.strategy.test_strategy import fit
 from tests.workers import free_port, run_workers
 
 
 def node(host: str | None, rank: int, address: str, port: int, each: int) -> None:
-    """What torchrun does for one of two nodes, with workers that are copies of this process instead of new ones: it
-    prints their places."""
+    """Run one of two nodes, which prints the places of its workers."""
     if host is not None:
         namespaces.enter(host)
         os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE  # gloo would look its address up by the host name
-    config = LaunchConfig(
-        min_nodes=2,
-        max_nodes=2,
-        nproc_per_node=each,
-        run_id="tests",
-        rdzv_backend="static",
-        rdzv_endpoint=f"{address}:{port}",
-        rdzv_configs={"rank": rank, "timeout": 60},
-        max_restarts=0,
-        start_method="fork",
-    )
-    for place in elastic_launch(config, launched.main)(2, each).values():
+    for place in elastic_launch(torchrun_of(2, rank, address, port, each), launched.main)(2, each).values():
         print("PLACE " + json.dumps(place), flush=True)
 
 
 def places(directory: Path, nodes: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """What the ranks of all ``nodes``, run at the same time, printed, by rank."""
-    with ExitStack() as stack:
-        running = []
-        for number, arguments in enumerate(nodes):
-            own = directory / str(number)
-            own.mkdir()
-            running.append(stack.enter_context(script(own, node, *arguments)))
+    with scripts(directory, *[(node, *arguments) for arguments in nodes]) as running:
         assert [agent.wait() for agent in running] == [0] * len(nodes), [agent.printed() for agent in running]
         found = [json.loads(line) for agent in running for line in re.findall(r"^PLACE (.*)$", agent.printed(), re.M)]
     return sorted(found, key=lambda place: place["rank"])
@@ -156,14 +137,6 @@ def test_workers_that_get_the_trainer_pickled(tmp_path: Path) -> None:
     assert not torch.equal(model.net[0].weight, before.net[0].weight)
     assert not torch.equal(model.net[3].weight, before.net[3].weight)
     assert trainer.callback_metrics["loss_epoch"] > 0
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-    openmp.end_threads()
 
 
 @pytest.mark.distributed
