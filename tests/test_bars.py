@@ -40,7 +40,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 BARS = {
     "code lines of the package": 37_799,
     "code lines of recipes, without baselines and tools": 7_063,
-    "code lines of tests": 39_343,
+    "code lines of tests": 39_079,
     "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,
 }

@@ -41,6 +41,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "site"
 
 
+def ran(site: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in that directory, next to the wheel."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(site), LEAN]), "MYPYPATH": str(site)}
+    command, own = [sys.executable, *arguments], os.environ | paths
+    return subprocess.run(command, cwd=directory, env=own, capture_output=True, text=True)
+
+
 def test_the_wheel_has_the_groups_that_need_no_recipe(site: Path) -> None:
     conf = site / "lightning_sdpipe/conf"
     groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "__pycache__"}
@@ -75,13 +82,7 @@ def test_the_documented_application_sweeps_with_the_installed_groups(site: Path,
         (example,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
         (tmp_path / name).write_text(example)
     choices = ["-m", "num_stages=1,2", "schedule=gpipe", "strategy.start_method=fork", "hydra.sweep.dir=sweep"]
-    done = subprocess.run(
-        [sys.executable, "-c", FROM_WHEEL, *choices],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), LEAN])},
-        capture_output=True,
-        text=True,
-    )
+    done = ran(site, tmp_path, "-c", FROM_WHEEL, *choices)
     assert done.returncode == 0, done.stderr
     assert f"{site}/lightning_sdpipe/__init__.py" in done.stdout
     with (tmp_path / "sweep/summary.csv").open() as file:
@@ -91,13 +92,7 @@ def test_the_documented_application_sweeps_with_the_installed_groups(site: Path,
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_demo_needs_nothing_but_the_wheel(site: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_sdpipe.cli", "demo", "--epochs", "1"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(site), LEAN])},
-        capture_output=True,
-        text=True,
-    )
+    done = ran(site, tmp_path, "-m", "lightning_sdpipe.cli", "demo", "--epochs", "1")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sdpipe-demo.html", "sdpipe-demo.png"]
@@ -110,13 +105,7 @@ def test_a_typed_script_is_checked_against_the_wheel(site: Path, tmp_path: Path)
     (tmp_path / "right.py").write_text(script)
     (tmp_path / "wrong.py").write_text(f'{script}\nSDPipeStrategy(schedule="1f2b")\n')
     (tmp_path / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-lightning_sdpipe.*]\nfollow_imports = silent\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--verbose", "--cache-dir", "cache", "right.py", "wrong.py"],
-        cwd=tmp_path,
-        env=os.environ | {"MYPYPATH": str(site)},
-        capture_output=True,
-        text=True,
-    )
+    done = ran(site, tmp_path, "-m", "mypy", "--verbose", "--cache-dir", "cache", "right.py", "wrong.py")
     found = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert [line.partition(":")[0] for line in found] == ["wrong.py"], done.stdout
     assert "'1f2b'" in found[0]

@@ -10,25 +10,12 @@ import torch
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity import EmulatedBlock
 from lightning_sdpipe.heterogeneity.emulate import Pacer
-
-
-class Clock:
-    """Scripted time whose sleeps overshoot."""
-
-    def __init__(self, overshoot: float) -> None:
-        self.now = 0.0
-        self.overshoot = overshoot
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds + self.overshoot
+from tests.heterogeneity.test_slowdowns import Clock
 
 
 @pytest.mark.parametrize(("overshoot", "accumulated"), [(0.0002, 0.0002), (0.01, 10 * 0.01 - 9 * 0.001)])
 def test_late_awakenings_are_made_up_for_within_limits(overshoot: float, accumulated: float) -> None:
-    clock = Clock(overshoot)
+    clock = Clock(overshoot, now=0.0)
     pacer = Pacer(clock, clock.sleep)
     for _ in range(10):
         pacer.sleep_until(clock() + 0.05)
@@ -36,8 +23,7 @@ def test_late_awakenings_are_made_up_for_within_limits(overshoot: float, accumul
 
 
 def test_a_passed_deadline_is_not_waited_for() -> None:
-    clock = Clock(overshoot=1.0)
-    clock.now = 3.0
+    clock = Clock(overshoot=1.0, now=3.0)
     Pacer(clock, clock.sleep).sleep_until(2.5)
     assert clock.now == 3.0
 

@@ -29,16 +29,16 @@ from recipes.tools.synthetic import main as synthesise
 
 
 class Clock:
-    """Scripted time."""
+    """Scripted time, whose sleeps overshoot."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    def __init__(self, overshoot: float = 0.0, now: float = 100.0) -> None:
+        self.now, self.overshoot = now, overshoot
 
     def __call__(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
+        self.now += seconds + self.overshoot
 
 
 def injector(heterogeneity: Any, clock: Clock, rank: int = 0) -> DelayInjector:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
+
+ADAMS: dict[str, Callable[..., Any]] = {
+    "adam": partial(Adam, foreach=False, weight_decay=0.1),
+    "adam-foreach": partial(Adam, foreach=True),
+    "adam-fused": partial(Adam, fused=True, weight_decay=0.1),
+    "adam-amsgrad": partial(Adam, amsgrad=True),
+    "adam-maximize": partial(Adam, maximize=True, weight_decay=0.1),
+    "adamw": partial(AdamW, foreach=False, weight_decay=0.1),
+    "adamw-fused": partial(AdamW, fused=True, weight_decay=0.1),
+}
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection
 from tests.features.running import quiet_trainer
-from tests.optim.gradients import give_gradients, parameters, run
+from tests.optim.gradients import ADAMS, give_gradients, parameters, run
 
 Make = Callable[..., Adam]
 
 KINDS: dict[str, Make] = {
-    "adam": partial(Adam, foreach=False, weight_decay=0.1),
-    "adam-foreach": partial(Adam, foreach=True),
-    "adam-fused": partial(Adam, fused=True, weight_decay=0.1),
-    "adam-amsgrad": partial(Adam, amsgrad=True),
-    "adam-maximize": partial(Adam, maximize=True, weight_decay=0.1),
-    "adamw": partial(AdamW, foreach=False, weight_decay=0.1),
-    "adamw-fused": partial(AdamW, fused=True, weight_decay=0.1),
+    **ADAMS,
     "adamw-tensor-lr": lambda params, lr: AdamW(params, lr=torch.tensor(lr), foreach=False),
 }
 

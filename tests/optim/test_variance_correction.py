@@ -12,19 +12,13 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.optim import VarianceCorrection, is_adam_family
-from tests.optim.gradients import give_gradients, parameters, run
+from tests.optim.gradients import ADAMS, give_gradients, parameters, run
 
 Make = Callable[..., Optimizer]
 
 FAMILY: dict[str, Make] = {
-    "adam": partial(Adam, foreach=False),
-    "adam-foreach": partial(Adam, foreach=True, weight_decay=0.1),
-    "adam-fused": partial(Adam, fused=True, weight_decay=0.1),
-    "adam-amsgrad": partial(Adam, amsgrad=True),
-    "adam-maximize": partial(Adam, maximize=True, weight_decay=0.1),
-    "adamw": partial(AdamW, foreach=False, weight_decay=0.1),
+    **ADAMS,
     "adamw-foreach": partial(AdamW, foreach=True, weight_decay=0.1),
-    "adamw-fused": partial(AdamW, fused=True, weight_decay=0.1),
     "nadam": partial(NAdam, foreach=True),
     "nadam-decoupled": partial(NAdam, weight_decay=0.1, decoupled_weight_decay=True),
     "radam": partial(RAdam, foreach=True, weight_decay=0.1),

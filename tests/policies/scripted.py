@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import networkx as nx
 
 from lightning_sdpipe.heterogeneity import Delays
 from lightning_sdpipe.policies import Group, Joined, Policy, Ready, Worker
+from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.simulate import Work, jittered
 
 Summary = tuple[int, tuple[int, ...], str]
@@ -25,6 +28,13 @@ def join_all(policy: Policy, num_stages: int, num_pipelines: int, now: float = 0
     for stage in range(num_stages):
         for pipeline in range(num_pipelines):
             assert policy.on(Joined(Worker(stage, pipeline)), now) == []
+
+
+def joined(kind: type[PolicyConfig], num_stages: int, num_pipelines: int, **values: object) -> Any:
+    """A policy of these values, of which all workers have joined."""
+    policy = kind(**values).make_policy(num_stages, num_pipelines)
+    join_all(policy, num_stages, num_pipelines)
+    return policy
 
 
 def straggling(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_sdpipe.policies import Group, Joined, Left, Lost, Progress, Ready, Restarted, Worker
 from lightning_sdpipe.policies.events import Contains
 from lightning_sdpipe.policies.outer_rounds import OuterRounds, OuterRoundsPolicy
-from tests.policies.scripted import brief, join_all
+from tests.policies.scripted import brief, joined
 
 WHY, AGAIN = "everybody came", "made again"
 
@@ -18,10 +20,8 @@ def ready(
     return it.on(Ready(Worker(stage, pipeline), iteration, contains, again), now)
 
 
-def policy(pipelines: int = 4, stages: int = 1, every: int | None = None) -> OuterRoundsPolicy:
-    made = OuterRounds(every).make_policy(stages, pipelines)
-    join_all(made, stages, pipelines)
-    return made
+def policy(pipelines: int = 4, stages: int = 1, every: int | None = None) -> Any:
+    return joined(OuterRounds, stages, pipelines, every=every)
 
 
 def test_where_all_are_waited_for_the_last_one_lets_them_go_and_one_that_was_away_gets_their_base_first() -> None:

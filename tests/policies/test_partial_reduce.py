@@ -20,7 +20,7 @@ from lightning_sdpipe.policies.partial_reduce import QUEUED, PartialReduce, fewe
 from lightning_sdpipe.policies.registry import build
 from lightning_sdpipe.policies.sync_graph import largest_learning_rate, mean_mixing_matrix, mixing_radius, network_error
 from lightning_sdpipe.simulate import Work, jittered, simulate
-from tests.policies.scripted import NaiveSyncGraph, brief, join_all
+from tests.policies.scripted import NaiveSyncGraph, brief, join_all, joined
 
 W = Worker
 HISTORIES = 2 * settings.default.max_examples  # 20,000 with --hypothesis-profile=long
@@ -161,8 +161,7 @@ def test_what_does_not_fit_the_mesh_is_refused(options: dict[str, int], pipeline
 
 
 def test_a_pipeline_is_ready_when_all_of_its_stages_are() -> None:
-    policy = PartialReduce(group_size=2).make_policy(2, 3)
-    join_all(policy, 2, 3)
+    policy = joined(PartialReduce, 2, 3, group_size=2)
     assert ready(policy, (0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 2, 0)) == []
     groups = ready(policy, (1, 0, 0))
     assert brief(groups) == [(0, (0, 2), QUEUED), (1, (0, 2), QUEUED)]
@@ -172,8 +171,7 @@ def test_a_pipeline_is_ready_when_all_of_its_stages_are() -> None:
 
 def with_a_stage_ahead() -> GroupPolicy:
     """Stage 0 of pipeline 0 fell silent, and stage 1 went on without it."""
-    policy = PartialReduce(group_size=2).make_policy(2, 2)
-    join_all(policy, 2, 2)
+    policy = joined(PartialReduce, 2, 2, group_size=2)
     policy.on(Left(W(0, 0)), 0.0)
     assert len(ready(policy, (1, 0, 4), (0, 1, 4), (1, 1, 4))) == 2
     policy.on(Joined(W(0, 0)), 1.0)
@@ -200,8 +198,7 @@ def test_who_is_ahead_of_a_stage_that_left_is_not_forgotten() -> None:
 
 
 def test_fewer_than_p_average_all_together() -> None:
-    policy = PartialReduce(group_size=3).make_policy(1, 4)
-    join_all(policy, 1, 4)
+    policy = joined(PartialReduce, 1, 4, group_size=3)
     assert ready(policy, (0, 3, 0), (0, 2, 0)) == []
     assert policy.on(Left(W(0, 0)), 1.0) == []
     assert brief(policy.on(Left(W(0, 1)), 2.0)) == [(0, (2, 3), Reason.WORKER_LOST)]
@@ -223,8 +220,7 @@ def test_the_history_follows_who_takes_part() -> None:
 
 
 def test_clocks_count_readies_and_take_the_groups_largest() -> None:
-    policy = PartialReduce(group_size=2, decay=0.5).make_policy(1, 3)
-    join_all(policy, 1, 3)
+    policy = joined(PartialReduce, 1, 3, group_size=2, decay=0.5)
     assert [g.weights for g in ready(policy, (0, 0, 0), (0, 1, 0))] == [(0.5, 0.5)]
     assert [g.weights for g in ready(policy, (0, 0, 1), (0, 1, 1))] == [(0.5, 0.5)]
     # pipelines 0 and 1 are at 2; their third and pipeline 2's first: ranks 1 and 3, and the rank between goes up
@@ -246,8 +242,7 @@ def test_who_joins_has_the_largest_clock() -> None:
 
 def test_two_pairs_that_never_meet_are_brought_together() -> None:
     """Pipelines 0 and 1 are ready at 0, 1, 2, …, and 2 and 3 half a second later, if nobody waits for a group."""
-    policy = PartialReduce(group_size=2, history=3).make_policy(1, 4)
-    join_all(policy, 1, 4)
+    policy = joined(PartialReduce, 1, 4, group_size=2, history=3)
     due = {0: 0.0, 1: 0.0, 2: 0.5, 3: 0.5}
     iterations = dict.fromkeys(due, 0)
     groups = []
@@ -265,8 +260,7 @@ def test_two_pairs_that_never_meet_are_brought_together() -> None:
 def test_the_last_group_of_one_that_was_lost_does_not_count() -> None:
     """Pipelines 1 and 2 met last, so that 0 and 1 connect everybody; unless they did not, since 2 was lost."""
     for lost, reason in ((False, QUEUED), (True, Reason.ENFORCED)):
-        policy = PartialReduce(group_size=2, history=2).make_policy(2, 3)
-        join_all(policy, 2, 3)
+        policy = joined(PartialReduce, 2, 3, group_size=2, history=2)
         ready(policy, (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0))
         ready(policy, (0, 1, 1), (1, 1, 1), (0, 2, 0), (1, 2, 0))
         if lost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
@@ -24,9 +25,9 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.decisions import check_group
 from lightning_sdpipe.policies.events import Worker as W
 from lightning_sdpipe.policies.local_sgd import NoSync
-from lightning_sdpipe.policies.phd_psgd import PHDPSGD, PHDPSGDPolicy
+from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.simulate import Run, Work, jittered, simulate
-from tests.policies.scripted import brief, join_all, ready, straggling
+from tests.policies.scripted import brief, join_all, joined, ready, straggling
 
 TIMES = (0.10, 0.11, 0.19, 0.21)
 MATCHED, STALENESS, LOST, LOCAL = Reason.MATCHED, Reason.STALENESS, Reason.WORKER_LOST, Reason.LOCAL_STEP
@@ -34,10 +35,7 @@ HISTORIES = 2 * settings.default.max_examples  # 20,000 with --hypothesis-profil
 """`pytest --hypothesis-profile=long` plays ten thousand."""
 
 
-def make(stages: int, pipelines: int, **options: object) -> PHDPSGDPolicy:
-    policy = PHDPSGD(**options).make_policy(stages, pipelines)  # type: ignore[arg-type]
-    join_all(policy, stages, pipelines)
-    return policy
+make = partial(joined, PHDPSGD)
 
 
 # ------------------------------------------------------------------ stories

@@ -94,11 +94,6 @@ def test_what_is_not_there_or_not_allowed_is_refused(name: str, values: dict[str
         registry.make(name, values)
 
 
-def test_a_value_that_has_left_is_refused_in_python_too() -> None:
-    with pytest.raises(ConfigurationError, match="staleness is not a value of SemiDecentralized; it has left"):
-        SemiDecentralized(staleness=8)  # type: ignore[call-arg]
-
-
 def test_a_module_that_fails_while_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "failing_policies.py").write_text("raise RuntimeError('no licence')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -13,17 +14,14 @@ from lightning_sdpipe.policies import Joined, Left, Lost, Ready, Reason, Refused
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized, SemiDecentralizedPolicy
 from lightning_sdpipe.simulate import Work, jittered, simulate
-from tests.policies.scripted import brief, join_all, ready, straggling
+from tests.policies.scripted import brief, joined, ready, straggling
 
 W = Worker
 CLOSED, EVERYBODY, ENFORCED = Reason.WINDOW_CLOSED, Reason.EVERYBODY_CAME, Reason.ENFORCED
 BUSY, LOST = Reason.TOKEN_BUSY, Reason.WORKER_LOST
 
 
-def make(stages: int, pipelines: int, **options: object) -> SemiDecentralizedPolicy:
-    policy = SemiDecentralized(**options).make_policy(stages, pipelines)  # type: ignore[arg-type]
-    join_all(policy, stages, pipelines)
-    return policy
+make = partial(joined, SemiDecentralized)
 
 
 def test_a_window_gathers_those_that_come_in_time() -> None:
@@ -147,11 +145,11 @@ def test_the_window_doubles_after_small_groups_and_shrinks_after_large_ones() ->
     lengths = []
     for k in range(3):  # two of three come, at once: shrinks
         ready(policy, 0, 1, iteration=k, now=10.0 * k)
-        lengths.append(policy.deadline() - 10.0 * k)  # type: ignore[operator]
+        lengths.append(policy.deadline() - 10.0 * k)
         policy.on(Tick(), 10.0 * k + 5)
     for k in range(3, 6):  # alone: doubles, up to the maximum
         policy.on(Ready(W(0, 0), k), 10.0 * k)
-        lengths.append(policy.deadline() - 10.0 * k)  # type: ignore[operator]
+        lengths.append(policy.deadline() - 10.0 * k)
         policy.on(Tick(), 10.0 * k + 5)
     assert lengths == pytest.approx([1.0, 0.9, 0.81, 0.729, 1.0, 1.0])
     policy.on(Ready(W(0, 2), 6), 100.0)

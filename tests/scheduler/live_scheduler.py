@@ -13,8 +13,10 @@ from typing import Any
 from lightning_sdpipe.errors import SchedulerError, WorkerFailedError
 from lightning_sdpipe.membership.members import FIXED
 from lightning_sdpipe.policies import Group, Worker
+from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
+from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files, Server
 from tests.patience import limit
 
@@ -78,3 +80,15 @@ def clients(
         for client in made if joins else ():
             client.join()
         yield made
+
+
+@contextmanager
+def two_of_this_account(**options: Any) -> Iterator[tuple[Server, list[OrdinaryClient]]]:
+    """Two pipelines of one stage, and their scheduler, with the keys of this account; see :func:`serving`."""
+    scheduler_file, worker_file = own_keys()
+    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
+    with (
+        serving(AllReduceModels(), 1, 2, keys=keys, **options) as server,
+        clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
+    ):
+        yield server, both

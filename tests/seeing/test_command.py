@@ -10,13 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_sdpipe.cli import main
-from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.all_reduce import AllReduceModels
-from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
 from lightning_sdpipe.scheduler.rows import About
 from lightning_sdpipe.seeing.detectors import compute_straggler, findings
 from lightning_sdpipe.seeing.recording import of_log
-from tests.scheduler.live_scheduler import clients, serving
+from tests.scheduler.live_scheduler import two_of_this_account
 from tests.seeing.golden.record import SLOW
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -70,12 +67,7 @@ def test_of_two_schedulers_in_one_log_the_last_counts(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_tells_what_its_workers_did(capsys: pytest.CaptureFixture[str]) -> None:
-    scheduler_file, worker_file = own_keys()
-    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
-    with (
-        serving(AllReduceModels(), 1, 2, keys=keys) as server,
-        clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
-    ):
+    with two_of_this_account() as (server, both):
         assert main(["status", server.address, "--once"]) == 0
         assert "slow?    too short to tell (0 of 96 updates)" in capsys.readouterr().out
         for client in both:
@@ -97,12 +89,7 @@ def test_a_scheduler_tells_what_its_workers_did(capsys: pytest.CaptureFixture[st
 def test_a_run_is_watched_until_an_interrupt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler_file, worker_file = own_keys()
-    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
-    with (
-        serving(AllReduceModels(), 1, 2, keys=keys) as server,
-        clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
-    ):
+    with two_of_this_account() as (server, both):
         looks = []
 
         def sleep(seconds: float) -> None:

@@ -26,7 +26,7 @@ from lightning_sdpipe.meter import PHASES
 from lightning_sdpipe.policies import Worker
 from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
+from lightning_sdpipe.scheduler.credentials import own_keys, read_worker_keys
 from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.scheduler.log.status import MembersStatus
 from lightning_sdpipe.scheduler.rows import About
@@ -34,7 +34,7 @@ from lightning_sdpipe.seeing import following
 from lightning_sdpipe.seeing.finding import Finding
 from lightning_sdpipe.seeing.following import Follower
 from lightning_sdpipe.seeing.recording import of_answers, series_of
-from tests.scheduler.live_scheduler import clients, serving
+from tests.scheduler.live_scheduler import clients, serving, two_of_this_account
 from tests.seeing.pages import Page
 from tests.seeing.recordings import chunks, recording
 
@@ -122,13 +122,8 @@ def seen(status: Any, host: str = "gpu7") -> Any:
 
 def test_what_is_shown_is_what_the_log_has(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    scheduler_file, worker_file = own_keys()
-    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
-    with (
-        serving(AllReduceModels(), 1, 2, keys=keys, log=log) as server,
-        clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as both,
-    ):
-        follower = Follower(server.address, credentials)
+    with two_of_this_account(log=log) as (server, both):
+        follower = Follower(server.address, read_worker_keys(own_keys()[1]))
         shown = web.View(follower, 5.0, "train.py")
         for client in both:
             client.join()
@@ -346,9 +341,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
     token.chmod(0o600)
     assert "has 5 characters" in refused("--token-file", str(token))
     assert "did not answer within" in refused()
-    scheduler_file, _ = own_keys()
     with (
-        serving(AllReduceModels(), 1, 2, keys=read_scheduler_keys(scheduler_file)) as server,
+        two_of_this_account() as (server, _),
         socket.create_server(("127.0.0.1", 0)) as taken,
     ):
         port = str(taken.getsockname()[1])
@@ -358,8 +352,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.distributed
 def test_it_is_a_process_of_its_own_that_ends_when_told_to() -> None:
-    scheduler_file, _ = own_keys()
-    with serving(AllReduceModels(), 1, 2, keys=read_scheduler_keys(scheduler_file)) as server:
+    with two_of_this_account() as (server, _):
         command = [sys.executable, "-m", "lightning_sdpipe.cli", "serve", server.address, "--port", "0"]
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if these tests run in a background
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -17,13 +17,11 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.cli import main
 from lightning_sdpipe.meter import Meter
 from lightning_sdpipe.policies import Worker
-from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.scheduler.client.reporting import SpanReport
-from lightning_sdpipe.scheduler.credentials import own_keys, read_scheduler_keys, read_worker_keys
 from lightning_sdpipe.scheduler.rows import About, SpanChunk
 from lightning_sdpipe.seeing.spans import Delivery, read, settle
 from lightning_sdpipe.seeing.trace import to_trace
-from tests.scheduler.live_scheduler import clients, serving
+from tests.scheduler.live_scheduler import two_of_this_account
 
 STAGES = 3
 
@@ -238,12 +236,7 @@ def test_a_living_run_is_traced_and_workers_that_are_silent_are_named(
     monkeypatch.setattr("lightning_sdpipe.scheduler.server.row_desk.SPANS_WITHIN", 2.0)
     meter.current().kept.clear()  # of other tests of this thread
     path = tmp_path / "trace.json"
-    scheduler_file, worker_file = own_keys()
-    keys, credentials = read_scheduler_keys(scheduler_file), read_worker_keys(worker_file)
-    with (
-        serving(AllReduceModels(), 1, 2, keys=keys) as server,
-        clients(server.address, Worker(0, 0), Worker(0, 1), credentials=credentials) as (one, other),
-    ):
+    with two_of_this_account() as (server, (one, other)):
         command = ["trace", server.address, "--updates", "3", "-o", str(path)]
         one.join()
         assert main(command) == 2

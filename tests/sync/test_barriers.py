@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -81,27 +81,36 @@ class Epochs:
         return _Reading(self, tensors, group)
 
 
-class _Reading:
+class Exchanging:
+    """A weighted mean of what members have, of which subclasses know the :meth:`value`."""
+
     seconds_waiting = 0.0
 
-    def __init__(self, epochs: Epochs, tensors: list[Tensor], group: Group) -> None:
+    def __init__(self, epochs: Any, tensors: Sequence[Tensor], group: Group) -> None:
         self.epochs, self.tensors, self.group, self.left = epochs, tensors, group, True
 
+    def commit(self) -> None:
+        for place, tensor in enumerate(self.tensors):
+            parts = zip(self.group.weights, self.group.members, strict=True)
+            tensor.copy_(sum(weight * self.value(member.pipeline, place) for weight, member in parts))
+        self.left = False
+
+    def abort(self) -> None:
+        self.left = False
+
+    def value(self, pipeline: int, place: int) -> Tensor:
+        raise NotImplementedError
+
+
+class _Reading(Exchanging):
     def wait(self) -> bool:
         table = self.epochs.table
         if self.left and table.fails(self.epochs.pipeline):
             raise WorkerFailedError("a member is gone")
         return self.left
 
-    def commit(self) -> None:
-        members = [member.pipeline for member in self.group.members]
-        for tensor in self.tensors:
-            values = zip(self.group.weights, members, strict=True)
-            tensor.copy_(torch.stack([weight * self.epochs.table.tensors[i] for weight, i in values]).sum(0))
-        self.left = False
-
-    def abort(self) -> None:
-        self.left = False
+    def value(self, pipeline: int, place: int) -> Tensor:
+        return self.epochs.table.tensors[pipeline]
 
 
 class Line:

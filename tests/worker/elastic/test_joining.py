@@ -24,7 +24,7 @@ from lightning_sdpipe.sync.barriers import Barriers
 from lightning_sdpipe.worker.elastic.elastic_batches import Duties, ElasticBatchSource
 from lightning_sdpipe.worker.elastic.joining import Fit, begin_together, compare, join
 from tests.exchange.threads import together
-from tests.sync.test_barriers import Epochs, Place
+from tests.sync.test_barriers import Epochs, Exchanging, Place
 
 EPOCH = Epoch(3, (Member(1, 7),), "tested")
 
@@ -189,28 +189,17 @@ class OneWorker(Epochs):
         return Copying(self, tensors, group)
 
 
-class Copying:
-    seconds_waiting = 0.0
-
-    def __init__(self, worker: OneWorker, tensors: Sequence[Tensor], group: Group) -> None:
-        self.worker, self.tensors, self.group, self.left = worker, tensors, group, True
-
+class Copying(Exchanging):
     def wait(self) -> bool:
         if self.left:
-            of, key = self.worker, (self.worker.stage, self.group.sequence)
+            of, key = self.epochs, (self.epochs.stage, self.group.sequence)
             mine = [tensor.clone() for tensor in self.tensors]
             among = [member.pipeline for member in self.group.members]
             self.found = of.stages.exchange(("copy", of.stage, of.pipeline), key, mine, among, of.pipeline)
         return self.left
 
-    def commit(self) -> None:
-        for place, tensor in enumerate(self.tensors):
-            parts = zip(self.group.weights, self.group.members, strict=True)
-            tensor.copy_(sum(weight * self.found[member.pipeline][place] for weight, member in parts))
-        self.left = False
-
-    def abort(self) -> None:
-        self.left = False
+    def value(self, pipeline: int, place: int) -> Tensor:
+        return self.found[pipeline][place]
 
 
 def what_it_has(pipeline: int) -> tuple[bytes, list[float], list[int]]:
