@@ -46,7 +46,7 @@ MEANWHILE = 0.02
 GLANCE = 0.1
 """Seconds between checks of the monitor, until an answer has come."""
 
-TRIES = 2
+TRIES = 3
 """Handshakes that must fail before the program there is asked whether it speaks ZeroMQ, and again before the keys are
 blamed: a scheduler that is just ending fails one, and so does a proxy whose scheduler has just begun."""
 
