@@ -444,11 +444,12 @@ class World:
 
     def check_that_nothing_is_lost(self, newcomer: Process, checkpoint: str) -> None:
         """It begins as its run did, however late it hears so. Without a checkpoint that is with what its script has
-        made of the model: nothing may be left of an earlier run."""
+        made of the model: nothing may be left of an earlier run, but what a new scheduler cannot hear of."""
         run, began_with = self.runs[newcomer.incarnation]
         assert checkpoint == began_with, f"{newcomer.worker} begins with {checkpoint!r}, its run with {began_with!r}"
         if not checkpoint:
-            left = [p for p in self.processes if p.update and p.segment.run < run and not p.dead]
+            there = [p for p in self.processes if not p.dead and p.cut_off_until <= self.now]
+            left = [p for p in there if p.update and p.segment.run < run]
             assert not left, f"{newcomer.worker} begins anew, and {left[0].worker} has made {left[0].update} updates"
 
     def copied(self, process: Process, receive: Receive) -> None:
