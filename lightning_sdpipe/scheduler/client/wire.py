@@ -118,7 +118,7 @@ class Connection:
         """Send ``frame``; return False if there is no connection to send it over."""
         try:
             self.socket.send(frame, zmq.DONTWAIT)
-        except zmq.Again:  # libzmq gave the connection up, or holds a thousand unsent requests
+        except zmq.Again:  # libzmq gave the connection up, or holds as many unsent requests as it may
             return False
         return True
 
@@ -337,6 +337,7 @@ class Wire:
         except BaseException:
             self._context.destroy(linger=0)  # with a socket that could not become a connection
             raise
+        self._of_training.socket.setsockopt(zmq.SNDHWM, 0)  # a wait while the scheduler is away repeats its request
         self._awake, self._wake = os.pipe()
         os.set_blocking(self._awake, False)
         os.set_blocking(self._wake, False)
@@ -482,8 +483,7 @@ class Wire:
 
     def _silence(self) -> str:
         """Describe what is known about why no answer came."""
-        heard = [at for at in (self._connection.heard_at, self._of_training.heard_at) if at is not None]
-        if heard:
+        if heard := [at for at in (self._connection.heard_at, self._of_training.heard_at) if at is not None]:
             ago = time.monotonic() - max(heard)
             return f"the scheduler at {self._address} was heard of {ago:.1f} s ago; check that it still runs"
         try:
