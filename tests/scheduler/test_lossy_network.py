@@ -31,7 +31,7 @@ from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import conversation as c
-from lightning_sdpipe.scheduler.log.event_log import REMEMBERED, Entry, differences
+from lightning_sdpipe.scheduler.log.event_log import Beginning, Does, Entry, Updates, differences
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 from lightning_sdpipe.scheduler.server.session import ACTIVE, State
@@ -147,14 +147,18 @@ class LossyNetwork(RuleBasedStateMachine):
         silence = 1e9 if self.elastic else SILENCE  # which loses none
         self.service = SchedulerService(self.config, *self.mesh, worker_timeout=silence, elastic=terms, now=self.now)
         self.service.lines.answers = lambda *_: True  # type: ignore[method-assign]
+        self.entries: list[Entry] = []
+        self.service.log.write = self.note  # type: ignore[method-assign]
+
+    def note(self, line: Entry | Updates | Does | Beginning) -> None:
+        if isinstance(line, Entry):
+            self.entries.append(line)
 
     def replay(self) -> None:
         """What the scheduler's policy has heard makes it decide the same again."""
-        entries = [Entry(*entry) for entry in self.service.log.recent]
-        assert len(entries) < REMEMBERED
         policy, dealer = registry.build(self.config, *self.mesh, self.depths), Dealer(*self.mesh, depths=self.depths)
         membership = Membership(self.mesh[0], self.terms, self.began)
-        assert list(differences(policy, dealer, entries, membership)) == []
+        assert list(differences(policy, dealer, self.entries, membership)) == []
 
     def serve(self, peer: bytes, request: m.Request | e.Request) -> list[Addressed]:
         replies = self.service.handle(peer, request, self.now)

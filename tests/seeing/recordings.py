@@ -11,7 +11,7 @@ import msgspec
 from lightning_sdpipe.policies import Worker, registry
 from lightning_sdpipe.policies.events import Progress, Ready
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog
+from lightning_sdpipe.scheduler.log.event_log import Beginning, Entry, EventLog, Updates
 from lightning_sdpipe.scheduler.rows import About, Chunk, UpdateRow
 from lightning_sdpipe.seeing.recording import Recording, series_of
 from lightning_sdpipe.simulate import Run
@@ -112,9 +112,9 @@ def simulated_log(path: Path, policy: PolicyConfig, run: Run, own: Own, about: A
     )
     chunks = deque(simulated_chunks(run, own))
     for at, event, decisions in run.entries:
-        log.record(at, event, decisions)
+        log.write(Entry(at, event, decisions))
         while chunks and chunks[0].at <= at:
-            log.record_rows(chunks.popleft(), about)
+            log.write(Updates(chunks.popleft(), about))
     log.close()
     return path
 

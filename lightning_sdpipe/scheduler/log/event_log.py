@@ -1,4 +1,4 @@
-"""Every event and decision of a run, in order, with its time: the newest in memory, and all as lines of JSON if asked.
+"""Every event and decision of a run, in order, with its time, as lines of JSON.
 
 A file begins with a line about the scheduler, its policy included; then comes a line for each event, with the decisions
 that followed from it. Times are those that the policy was given, so that a replay leads to the same decisions. A
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,8 +33,6 @@ from lightning_sdpipe.scheduler.rows import About, Chunk, Doing
 log = logging.getLogger(__name__)
 
 FORMAT = "sdpipe-log/3"
-REMEMBERED = 4096
-"""Events that are kept in memory, unless there are many workers."""
 LIMIT = 256 << 20
 """Most bytes of a log's files together."""
 
@@ -81,15 +78,10 @@ class Does(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """The newest events in memory, and all of them in the file ``path``, if it is given. ``reader`` sees each event.
-
-    The file and the one before have at most ``limit`` bytes together.
-    """
+    """The log in the file ``path``; without one, nothing is written. The file and the one before have at most ``limit``
+    bytes together."""
 
     def __init__(self, path: Path | None = None, limit: int = LIMIT) -> None:
-        self.recent: deque[tuple[float, Event, list[Decision]]] = deque(maxlen=REMEMBERED)
-        self.reader: Callable[[float, Event, list[Decision]], None] = lambda *_: None
-        """Called with each event of the policy, its time, and the decisions that followed."""
         self._path = path
         self._limit = limit
         self._file: int | None = None
@@ -112,41 +104,7 @@ class EventLog:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self._size = os.fstat(self._file).st_size
         self._beginning = beginning
-        self._write(beginning)
-
-    def remember(self, events: int) -> None:
-        """Keep at least so many events in memory."""
-        if events > (self.recent.maxlen or 0):
-            self.recent = deque(self.recent, maxlen=events)
-
-    def record(self, now: float, event: Event, decisions: list[Decision]) -> None:
-        """Record the event of the policy at ``now``, and the decisions that followed."""
-        self.recent.append((now, event, decisions))
-        self.reader(now, event, decisions)
-        if self._file is not None:
-            self._write(Entry(now, event, decisions))
-
-    def record_leases(self, now: float, event: LeaseEvent, leases: list[Lease]) -> None:
-        """Record the event of the dealer at ``now``, and the leases that followed. They are not kept in memory, since
-        the dealer is."""
-        if self._file is not None:
-            self._write(Entry(now, event, leases=leases))
-
-    def record_members(self, now: float, event: MemberEvent, decisions: list[MemberDecision]) -> None:
-        """Record the event of membership at ``now``, and the decisions that followed. They are not kept in memory,
-        since the members are."""
-        if self._file is not None:
-            self._write(Entry(now, event, members=decisions))
-
-    def record_rows(self, chunk: Chunk, about: About | None) -> None:
-        """Record the ``chunk`` that a heartbeat has brought, and the description of its worker."""
-        if self._file is not None:
-            self._write(Updates(chunk, about))
-
-    def record_doing(self, worker: Worker, doing: Doing, now: float) -> None:
-        """Record what ``worker`` does from now on."""
-        if self._file is not None:
-            self._write(Does(doing, worker, now))
+        self.write(beginning)
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -154,8 +112,10 @@ class EventLog:
             os.close(self._file)
             self._file = None
 
-    def _write(self, line: Entry | Updates | Does | Beginning) -> None:
-        assert self._file is not None
+    def write(self, line: Entry | Updates | Does | Beginning) -> None:
+        """Write ``line``, unless there is no file, or no more of it can be written."""
+        if self._file is None:
+            return
         text = msgspec.json.encode(line) + b"\n"
         try:
             if self._size + len(text) > self._limit // 2 and self._size and not isinstance(line, Beginning):

@@ -8,7 +8,7 @@ derives the rest from it (which pipelines are connected, which have met, ρ).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -209,15 +209,19 @@ class Overview:
     counts.
 
     With ``depths``, each pipeline's stages, groups are of whole pipelines, and are sent once, beside the first stage.
+    ``looks_back`` is the policy's.
     """
 
-    def __init__(self, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> None:
+    def __init__(
+        self, num_stages: int, num_pipelines: int, depths: Sequence[int], looks_back: tuple[int, Unit]
+    ) -> None:
         self._depths = depths
+        self.graphs = [SyncGraph(*looks_back) for _ in range(1 if depths else num_stages)]
+        """The sync-graph of each stage, or one of all where groups are of whole pipelines."""
         self.signals = 0
         self.sizes: Counter[int] = Counter()
         self.reasons: list[Counter[str]] = [Counter() for _ in range(num_stages)]
         """Reasons of each stage's groups."""
-        """Rounds that their members have made again."""
         self._views = [[_WorkerView() for _ in range(num_pipelines)] for _ in range(num_stages)]
         self._second = 0
         self._per_second: deque[list[int]] = deque([[0, 0]], maxlen=RATE_SECONDS + 1)
@@ -237,11 +241,21 @@ class Overview:
             view = self._views[worker.stage][worker.pipeline]
             view.seconds, view.waiting = event.seconds, event.waiting
         elif type(event) is Joined:
-            self._views[event.worker.stage][event.worker.pipeline].joined = now
+            worker = event.worker
+            self._views[worker.stage][worker.pipeline].joined = now
+            if worker.stage < len(self.graphs):
+                self.graphs[worker.stage].join(worker.pipeline)
+        elif isinstance(event, Left | Lost) and event.worker.stage < len(self.graphs):
+            graph, pipeline = self.graphs[event.worker.stage], event.worker.pipeline
+            if isinstance(event, Lost):
+                graph.forget_last(pipeline)
+            graph.leave(pipeline)
+        for stage in {group.stage for group in decisions}:
+            self.graphs[stage].record([group for group in decisions if group.stage == stage])
         for group in decisions:
             members = group.members
             self.sizes[len(members)] += 1
-            stage = members[0].stage
+            stage = group.stage
             self.reasons[stage][group.reason] += 1
             views = self._views[stage]
             for worker in members:
@@ -304,42 +318,6 @@ class Overview:
             groups=rows[::-1],
             reasons=dict(self.reasons[number]),
         )
-
-
-def graph_of(
-    entries: Iterable[tuple[float, Event, list[Decision]]],
-    stage: int,
-    active: Iterable[int],
-    looks_back: tuple[int, Unit],
-) -> SyncGraph:
-    """Return the sync-graph of ``stage`` for a policy that keeps none, from the newest ``entries`` of its log.
-
-    ``active`` are the pipelines that take part now. A pipeline without a recorded join joined before the first entry.
-    """
-    entries = list(entries)
-    joining = [
-        (event.worker, isinstance(event, Joined)) for _, event, _ in entries if isinstance(event, Joined | Left | Lost)
-    ]
-    first: dict[int, bool] = {}
-    for worker, joins in joining:
-        if worker.stage == stage:
-            first.setdefault(worker.pipeline, joins)
-    graph = SyncGraph(*looks_back)
-    for pipeline in sorted({*active, *first}):
-        if not first.get(pipeline, False):
-            graph.join(pipeline)
-    for _, event, decisions in entries:
-        match event:
-            case Joined(worker) if worker.stage == stage:
-                graph.join(worker.pipeline)
-            case Left(worker) | Lost(worker) if worker.stage == stage:
-                if isinstance(event, Lost):
-                    graph.forget_last(worker.pipeline)
-                graph.leave(worker.pipeline)
-        groups = [group for group in decisions if group.stage == stage]
-        if groups:
-            graph.record(groups)
-    return graph
 
 
 def _row(made: int, members: list[int], group: Group | None) -> GroupRow:

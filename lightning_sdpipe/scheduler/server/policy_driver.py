@@ -11,7 +11,8 @@ from lightning_sdpipe.policies.decisions import Decision, check_group
 from lightning_sdpipe.policies.events import Event, Restarted, Widened
 from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 from lightning_sdpipe.policies.sync_graph import SyncGraph
-from lightning_sdpipe.scheduler.log.event_log import EventLog
+from lightning_sdpipe.scheduler.log.event_log import Entry, EventLog
+from lightning_sdpipe.scheduler.log.status import Overview
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +22,13 @@ class PolicyFailed(Exception):
 
 
 class PolicyDriver:
-    """Drives ``policy`` and ``dealer``, and keeps ``event_log``. Once the policy has failed, nothing is decided any
-    more."""
+    """Drives ``policy`` and ``dealer``, and writes ``event_log``; ``overview`` sees what the policy decides. Once the
+    policy has failed, nothing is decided any more."""
 
-    def __init__(self, policy: Policy, dealer: Dealer, event_log: EventLog) -> None:
+    def __init__(self, policy: Policy, dealer: Dealer, event_log: EventLog, overview: Overview) -> None:
         self._policy = policy
         self.dealer = dealer
-        self._log = event_log
+        self._log, self._overview = event_log, overview
         self.next_sequence = 0
         """Lowest sequence that the next group may have."""
         self.failed = False
@@ -55,7 +56,8 @@ class PolicyDriver:
             self.fail()
             raise PolicyFailed(f"{event}: {type(error).__name__}: {error}") from error
         self.deadline = math.inf if deadline is None else deadline
-        self._log.record(now, event, decisions)
+        self._overview.on(now, event, decisions)
+        self._log.write(Entry(now, event, decisions))
         return decisions
 
     def deal(self, event: LeaseEvent, now: float) -> list[Lease]:
@@ -67,7 +69,7 @@ class PolicyDriver:
         if self.failed:
             return []
         leases = self.dealer.on(event, now)
-        self._log.record_leases(now, event, leases)
+        self._log.write(Entry(now, event, leases=leases))
         return leases
 
     def widen(self, event: Widened, now: float) -> None:
@@ -86,14 +88,14 @@ class PolicyDriver:
         self.next_sequence = sequence
         return self.tell(Restarted(sequence), now)
 
-    def sync_graph(self, stage: int) -> SyncGraph | None:
-        """Return the policy's sync-graph of ``stage``, if it keeps one."""
+    def sync_graph(self, stage: int) -> SyncGraph:
+        """Return the policy's sync-graph of ``stage``, or else one of all its decisions."""
         try:
             graph = self._policy.sync_graph(stage) if hasattr(self._policy, "sync_graph") else None
         except Exception:  # a look at a run must not end it
             log.exception("the policy cannot give its sync-graph")
-            return None
-        return graph if isinstance(graph, SyncGraph) else None
+            graph = None
+        return graph if isinstance(graph, SyncGraph) else self._overview.graphs[stage]
 
     def fail(self) -> None:
         """Decide nothing any more."""

@@ -15,7 +15,7 @@ import msgspec
 from lightning_sdpipe.policies.events import Progress, Worker
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.log.event_log import EventLog
+from lightning_sdpipe.scheduler.log.event_log import Does, EventLog, Updates
 from lightning_sdpipe.scheduler.rows import About, Chunk, Doing, SpanChunk
 from lightning_sdpipe.scheduler.server.outbox import Outbox
 
@@ -92,7 +92,7 @@ class RowDesk:
             return None
         chunk = Chunk(worker, request.incarnation, now - new.ago / 1e6, new.rows, new.dropped)
         self._ring.add(chunk)
-        self._log.record_rows(chunk, self.about.get(worker))
+        self._log.write(Updates(chunk, self.about.get(worker)))
         return new.progress(worker)
 
     def note(self, worker: Worker, doing: Doing | None, now: float) -> None:
@@ -100,7 +100,7 @@ class RowDesk:
         if doing is not None:
             before, self._doing[worker] = self._doing.get(worker), doing
             if before is None or msgspec.structs.replace(before, left=doing.left) != doing:
-                self._log.record_doing(worker, doing, now)
+                self._log.write(Does(doing, worker, now))
 
     def answer(self, since: int, present: Collection[Worker], now: float) -> m.RowsReply:
         """Return the chunks from number ``since`` on, or that many of the newest if it is negative, and what workers

@@ -23,11 +23,10 @@ from lightning_sdpipe.membership.elastic_config import MOST_PIPELINES, ElasticCo
 from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.policy import PolicyConfig, RefusedEvent
-from lightning_sdpipe.policies.sync_graph import SyncGraph
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.log.event_log import EventLog
-from lightning_sdpipe.scheduler.log.status import Overview, Status, graph_of
+from lightning_sdpipe.scheduler.log.event_log import Entry, EventLog
+from lightning_sdpipe.scheduler.log.status import Overview, Status
 from lightning_sdpipe.scheduler.rows import MOST_UPDATES
 from lightning_sdpipe.scheduler.server.contradictions import Extent, contradiction
 from lightning_sdpipe.scheduler.server.group_desk import GroupDesk
@@ -42,9 +41,6 @@ from lightning_sdpipe.scheduler.server.row_desk import RowDesk
 from lightning_sdpipe.scheduler.server.session import Session, peers_of
 
 logger = logging.getLogger(__name__)
-
-EVENTS_PER_WORKER = 16
-"""Events that the log keeps in memory at least, times the workers: about the last rounds."""
 
 
 class SchedulerService:
@@ -75,18 +71,16 @@ class SchedulerService:
         log: EventLog | None = None,
     ) -> None:
         depths = () if elastic is None else elastic.depths
-        self.overview = Overview(num_stages, num_pipelines, depths)
+        self.overview = Overview(num_stages, num_pipelines, depths, config.looks_back)
         self._name, self._description = registry.name_of(config), registry.to_json(config)
         self._looks_back = config.looks_back
         self._extent = Extent(num_stages, num_pipelines, depths)
         may_grow = elastic is not None and not elastic.fixed
         self._most_pipelines = max(num_pipelines, MOST_PIPELINES) if may_grow else num_pipelines
         self.log = EventLog() if log is None else log
-        self.log.remember(EVENTS_PER_WORKER * num_stages * num_pipelines)
-        self.log.reader = self.overview.on
         policy = registry.build(config, num_stages, num_pipelines, depths)
         dealer = Dealer(num_stages, num_pipelines, int(config.keeps_equal), depths)
-        self._driver = PolicyDriver(policy, dealer, self.log)
+        self._driver = PolicyDriver(policy, dealer, self.log, self.overview)
         self._started = now
         self._outbox = Outbox()
         self.limit = worker_timeout
@@ -102,7 +96,7 @@ class SchedulerService:
         self.members = MembershipDesk(
             membership, self.groups, self.leases, process_groups, presence, self._outbox, worker_timeout, config
         )
-        self.members.on_decided = self.log.record_members
+        self.members.on_decided = lambda now, event, decided: self.log.write(Entry(now, event, members=decided))
 
     @property
     def failure(self) -> m.Failure | None:
@@ -192,7 +186,7 @@ class SchedulerService:
                 now,
                 {session.worker: session.state.value for session in sessions.values()},
                 {session.worker: round(now - session.heard, 3) for session in sessions.values()},
-                self._sync_graphs(),
+                [self._driver.sync_graph(stage) for stage in range(len(overview.graphs))],
             ),
             members=self.members.status(now),
             depths=self._extent.depths,
@@ -295,15 +289,3 @@ class SchedulerService:
         self._outbox.clear()  # a group may have gone out to some of its members only
         what = f"its policy {self._name} failed on {error}" if isinstance(error, PolicyFailed) else repr(error)
         self.groups.fail(m.Failure(None, what[: m.MAX_REASON_CHARACTERS]))
-
-    def _sync_graphs(self) -> list[SyncGraph]:
-        """Return the sync-graph of each stage, from the policy or else from the log. There is one where groups are of
-        whole pipelines."""
-        graphs, sessions = [], self.groups.sessions
-        for stage in range(1 if self._extent.depths else self._extent.num_stages):
-            graph = self._driver.sync_graph(stage)
-            if graph is None:
-                active = [worker.pipeline for worker in sessions.active_in(stage)]
-                graph = graph_of(self.log.recent, stage, active, self._looks_back)
-            graphs.append(graph)
-        return graphs

@@ -15,7 +15,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.log import event_log
-from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import Beginning, Entry, EventLog, differences, read_log
 from lightning_sdpipe.simulate import Work, jittered, simulate
 
 W = Worker
@@ -29,7 +29,7 @@ def write(path: Path, config: PolicyConfig, entries: list[tuple[float, Event, li
     log = EventLog(path)
     log.open(beginning(config, *mesh))
     for entry in entries:
-        log.record(*entry)
+        log.write(Entry(*entry))
     log.close()
 
 
@@ -72,14 +72,6 @@ def test_a_policy_that_decides_otherwise_is_found(tmp_path: Path, capsys: pytest
     assert "now       [Group(members=(Worker(stage=0, pipeline=" in page
 
 
-def test_only_the_newest_events_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "REMEMBERED", 3)
-    log = EventLog()
-    for now in range(5):
-        log.record(float(now), Tick(), [])
-    assert [now for now, _, _ in log.recent] == [2.0, 3.0, 4.0]
-
-
 def test_a_scheduler_that_is_started_again_goes_on_in_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "log.jsonl"
     write(path, NoSync(), [(1.0, Joined(W(0, 0)), [])])
@@ -109,9 +101,8 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(Path("/dev/full"))
     log.open(beginning(NoSync()))
-    log.record(1.0, Tick(), [])
+    log.write(Entry(1.0, Tick()))
     assert "ends here: No space left on device" in caplog.text
-    assert len(log.recent) == 1
 
 
 def test_a_log_stays_within_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +112,7 @@ def test_a_log_stays_within_its_limit(tmp_path: Path, capsys: pytest.CaptureFixt
     log.open(beginning(NoSync()))
     sizes, halves = [], []
     for entry in run.entries:
-        log.record(*entry)
+        log.write(Entry(*entry))
         sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
         halves.append(event_log.before(path).exists())
     log.close()
@@ -139,7 +130,7 @@ def test_a_log_stays_within_its_limit(tmp_path: Path, capsys: pytest.CaptureFixt
     log = EventLog(two, limit=3 * sizes[halves.index(True)])
     log.open(beginning(NoSync()))
     for entry in run.entries[: halves.index(True) + 20]:
-        log.record(*entry)
+        log.write(Entry(*entry))
     log.close()
     (record,) = read_log(two)
     assert len(record.entries) == halves.index(True) + 20

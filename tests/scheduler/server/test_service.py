@@ -388,7 +388,7 @@ def test_the_status_of_thousands_of_workers_is_a_fraction_of_the_largest_reply()
         assert {(row.iteration, row.seconds) for row in shown} == {(3, 0.123456)}
 
 
-def test_a_policy_without_a_graph_of_its_own_has_one_made_from_the_log() -> None:
+def test_a_policy_without_a_graph_of_its_own_has_one_of_its_decisions() -> None:
     d = Dialogue(LocalSGD(every=2), workers=3)
     for worker in (A, B, Worker(0, 2)):
         d.join(worker)
