@@ -34,32 +34,29 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH  # others are of clients that went
 
 
-class SchedulerKeys(msgspec.Struct, frozen=True, tag="sdpipe scheduler keys"):
+class _Pair(msgspec.Struct, frozen=True):
+    """One side's own keys. A subclass adds the public key of the other side."""
+
+    public: str
+    secret: str
+
+    def __post_init__(self) -> None:
+        _check_keys(*msgspec.structs.astuple(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(…)"
+
+
+class SchedulerKeys(_Pair, frozen=True, tag="sdpipe scheduler keys"):
     """Keys that the scheduler holds: its own pair, and the public key of the workers it lets in."""
 
-    public: str
-    secret: str
     worker_public: str
 
-    def __post_init__(self) -> None:
-        _check_keys(self.public, self.secret, self.worker_public)
 
-    def __repr__(self) -> str:
-        return "SchedulerKeys(…)"
-
-
-class WorkerKeys(msgspec.Struct, frozen=True, tag="sdpipe worker keys"):
+class WorkerKeys(_Pair, frozen=True, tag="sdpipe worker keys"):
     """Keys that a worker (and ``sdpipe status``) holds: its own pair, and the public key of the scheduler."""
 
-    public: str
-    secret: str
     scheduler_public: str
-
-    def __post_init__(self) -> None:
-        _check_keys(self.public, self.secret, self.scheduler_public)
-
-    def __repr__(self) -> str:
-        return "WorkerKeys(…)"
 
 
 _Keys = TypeVar("_Keys", bound=SchedulerKeys | WorkerKeys)

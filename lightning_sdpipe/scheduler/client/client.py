@@ -195,8 +195,7 @@ class SchedulerClient:
     @property
     def limit(self) -> float:
         """Seconds after which a transfer that does not move is given up, as the scheduler said."""
-        with self.wire.talking() as talk:
-            return min(self.wire.timeout, talk.limit)
+        return min(self.wire.timeout, self.wire.talk.limit)
 
     def holds(self, epochs: Collection[int]) -> None:
         """Set the epochs whose process group this worker has."""
@@ -217,18 +216,15 @@ class SchedulerClient:
     def stalls(self, awaits: tuple[str, ...]) -> None:
         """Set what this worker waits for in vain, as a :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat`
         says it; nothing if it does not."""
-        with self.wire.talking() as talk:
-            talk.awaits = awaits
+        self.wire.talk.awaits = awaits
 
     def has_made(self, updates: int) -> None:
         """Set the number of updates that this worker has made, for people; cheap."""
-        with self.wire.talking() as talk:
-            talk.updates = updates
+        self.wire.talk.updates = updates
 
     def does(self, doing: Callable[[], Doing | None]) -> None:
         """Set what returns what this worker does, for people; another thread calls it."""
-        with self.wire.talking() as talk:
-            talk.doing = doing
+        self.wire.talk.doing = doing
 
     # ---------------------------------------------------------------------- states
 

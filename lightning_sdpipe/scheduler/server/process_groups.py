@@ -96,7 +96,8 @@ class ProcessGroupRegistry:
             group = without_passive(group)
             ready = self.with_epoch(group)
         if ready is None:
-            self.kept[group.sequence] = self.keepable(group, now)
+            decided = msgspec.structs.replace(group, epoch=self._membership.epoch.number)
+            self.kept[group.sequence] = KeptGroup(decided, now + REMAKE_AFTER)
         return ready
 
     def come_together(self, here: Collection[Worker]) -> None:
@@ -104,11 +105,6 @@ class ProcessGroupRegistry:
         for workers in list(self.apart):
             if self.common(workers) is not None or not all(worker in here for worker in workers):
                 del self.apart[workers]
-
-    def keepable(self, group: Group, now: float) -> KeptGroup:
-        """Return ``group``, which is decided ``now`` among members of this epoch."""
-        decided = msgspec.structs.replace(group, epoch=self._membership.epoch.number)
-        return KeptGroup(decided, now + REMAKE_AFTER)
 
     def was_member(self, worker: Worker, epoch: int | None = None) -> bool:
         """Return whether the process that is ``worker`` is a member, and was one in that ``epoch``."""

@@ -39,6 +39,7 @@ MOST_UNHANDLED = 128
 """Requests kept of one client; what it sends beyond that waits on its own side."""
 
 _MORE_FOLLOWS, _NO_WAIT = zmq.SNDMORE, zmq.NOBLOCK
+_NOTICES = "inproc://notices"
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,12 @@ class Server:
         )
         self._newest = files.newest
         self._endpoint = endpoint
-        self._lifeline_notice = StopMessage()
+        self._stop_notice, self._lifeline_notice = (name + secrets.token_bytes(16) for name in (b"stop-", b"line-"))
+        """Identities of the sockets in this process from which notices come; no client can guess them."""
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._key_check: KeyCheck | None = None
-        self._stop_message = StopMessage()
 
     def open(self) -> str:
         """Bind and return the address that clients connect to."""
@@ -143,7 +144,7 @@ class Server:
         try:
             if self._endpoint.keys is not None:
                 self._key_check = KeyCheck(context, socket, self._endpoint.keys)
-            socket.bind(self._stop_message.endpoint)
+            socket.bind(_NOTICES)
             socket.bind(self._endpoint.bind)
         except zmq.ZMQError as error:
             self.close()
@@ -174,17 +175,17 @@ class Server:
         socket, service, clock = self._socket, self.service, self._clock
         assert socket is not None, "open() comes first"
         assert self._context is not None
-        with ControlThread(self._context, self._stop_message, stop, self._key_check), self._lifelines(self._context):
+        with ControlThread(self._context, self._stop_notice, stop, self._key_check), self._lifelines(self._context):
             while True:
                 if service.deadline() <= (now := clock()):
                     self._send(socket, service.tick(now))
                 replies: list[Addressed] = []
                 for identity, frame in _messages(socket, service.deadline() - now):
-                    if identity == self._stop_message.identity:
+                    if identity == self._stop_notice:
                         self._send(socket, replies)
                         return
                     now = clock()
-                    if identity == self._lifeline_notice.identity:
+                    if identity == self._lifeline_notice:
                         replies += service.line_ended(frame, now)
                     else:
                         replies += self._handle(identity, frame, now)
@@ -198,11 +199,10 @@ class Server:
             yield
             return
         host, _ = host_and_port(self.address)
-        port, notice = self._endpoint.lifeline_port, self._lifeline_notice
-        endpoint, advice = self._stop_message.endpoint, "choose another --lifeline-port, or 0 for any"
+        port, advice = self._endpoint.lifeline_port, "choose another --lifeline-port, or 0 for any"
         cannot = f"the lifelines of the run's processes cannot be listened for at {host}, port {port}"
         with os_errors_as(cannot, advice, SchedulerError):
-            lines = Lifelines(context, host, port, endpoint, notice.identity, known, self.service.limit)
+            lines = Lifelines(context, host, port, _NOTICES, self._lifeline_notice, known, self.service.limit)
         with lines:
             known.port = lines.port
             yield
@@ -264,27 +264,18 @@ def _messages(socket: zmq.Socket[bytes], seconds: float) -> Iterator[tuple[bytes
             flags = _NO_WAIT
 
 
-class StopMessage:
-    """Address and identity of the frame that means "stop": a name that no client can guess, inside the process."""
-
-    def __init__(self) -> None:
-        self.identity = b"stop-" + secrets.token_bytes(16)
-        self.endpoint = "inproc://stop"
-
-
 class ControlThread:
     """Watches all but workers' messages while the server's loop runs: the sign to stop, which it passes to the loop as
-    a frame, and the questions of CURVE."""
+    a frame from ``identity``, and the questions of CURVE."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        stop_message: StopMessage,
+        identity: bytes,
         stop: Sequence[int],
         key_check: KeyCheck | None,
     ) -> None:
-        self._context = context
-        self._stop_message = stop_message
+        self._context, self._identity = context, identity
         self._stop = stop
         self._key_check = key_check
         self._dismissed, self._dismiss = os.pipe()
@@ -322,7 +313,7 @@ class ControlThread:
 
     def _tell(self) -> None:
         with self._context.socket(zmq.DEALER) as notifier:
-            notifier.setsockopt(zmq.ROUTING_ID, self._stop_message.identity)
+            notifier.setsockopt(zmq.ROUTING_ID, self._identity)
             notifier.setsockopt(zmq.LINGER, 1000)
-            notifier.connect(self._stop_message.endpoint)
+            notifier.connect(_NOTICES)
             notifier.send(b"")

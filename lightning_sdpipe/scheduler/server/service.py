@@ -70,14 +70,14 @@ class SchedulerService:
         now: float = 0.0,
         log: EventLog | None = None,
     ) -> None:
-        depths = () if elastic is None else elastic.depths
+        terms = elastic or ElasticConfig.of_fixed(num_pipelines)
+        depths = terms.depths
         self.overview = Overview(num_stages, num_pipelines, depths, config.looks_back)
         self._name, self._description = registry.name_of(config), registry.to_json(config)
         self._looks_back = config.looks_back
         self._extent = Extent(num_stages, num_pipelines, depths)
-        may_grow = elastic is not None and not elastic.fixed
-        self._most_pipelines = max(num_pipelines, MOST_PIPELINES) if may_grow else num_pipelines
-        self.log = EventLog() if log is None else log
+        self._most_pipelines = num_pipelines if terms.fixed else max(num_pipelines, MOST_PIPELINES)
+        self.log = log or EventLog()
         policy = registry.build(config, num_stages, num_pipelines, depths)
         dealer = Dealer(num_stages, num_pipelines, int(config.keeps_equal), depths)
         self._driver = PolicyDriver(policy, dealer, self.log, self.overview)
@@ -87,7 +87,7 @@ class SchedulerService:
         """Seconds of silence after which a worker counts as lost."""
         self.lines = Lines()
         """Lifelines, which tell at once that a process has ended."""
-        membership = Membership(num_stages, elastic or ElasticConfig.of_fixed(num_pipelines), now, num_pipelines)
+        membership = Membership(num_stages, terms, now, num_pipelines)
         presence = Liveness(worker_timeout, self.lines, now, membership.unit)
         process_groups = ProcessGroupRegistry(membership, presence)
         rows = RowDesk(self.log, self._outbox)
