@@ -102,6 +102,23 @@ def intercepted(root: nn.Module, paths: Sequence[str], call: Callable[..., Any])
         yield
 
 
+class logging_to:
+    """Calls ``log`` for ``self.log`` of ``module``, and so for ``log_dict``, within the context."""
+
+    def __init__(self, module: nn.Module, log: Callable[..., None]) -> None:
+        self._values, self._log = vars(module), log
+
+    def __enter__(self) -> None:
+        self._before = self._values.get("log")
+        self._values["log"] = self._log
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            del self._values["log"]
+        else:
+            self._values["log"] = self._before
+
+
 _COPIED_BY = ("__reduce_ex__", "__deepcopy__")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_sdpipe.partition.effects import EffectRecorder, Original, hear_assignments, intercepted
+from lightning_sdpipe.partition.effects import EffectRecorder, Original, hear_assignments, intercepted, logging_to
 from lightning_sdpipe.partition.message import LeafKey, TensorMeta, effects_apart
 from lightning_sdpipe.partition.placeholder import FROM_METADATA, READS, written_by
 from lightning_sdpipe.partition.python_values import tensors_within
@@ -374,20 +374,6 @@ def tensors_in(values: Any) -> list[Tensor]:
     elif not isinstance(values, (tuple, list)):
         return []
     return [tensor for value in values for tensor in tensors_in(value)]
-
-
-@contextmanager
-def logging_to(module: nn.Module, log: Callable[..., None]) -> Iterator[None]:
-    """Call ``log`` for ``self.log`` of ``module`` within the context."""
-    before = vars(module).get("log")
-    vars(module)["log"] = log
-    try:
-        yield
-    finally:
-        if before is None:
-            del vars(module)["log"]
-        else:
-            vars(module)["log"] = before
 
 
 def _values_of(tensor: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_sdpipe.lightning_internals import trainer_of
 from lightning_sdpipe.partition import costs
 from lightning_sdpipe.partition.costs import Costs, Rates
-from lightning_sdpipe.partition.provenance import CalledAgain, ProvenanceTracer, Solitary, logging_to
+from lightning_sdpipe.partition.effects import logging_to
+from lightning_sdpipe.partition.provenance import CalledAgain, ProvenanceTracer, Solitary
 from lightning_sdpipe.partition.rehearsal_result import RehearsalResult, in_one_order
 from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.partition.state_watch import Call, in_a_child, watch

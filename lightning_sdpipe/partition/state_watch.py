@@ -38,9 +38,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_sdpipe.lightning_internals import OF_EVERY_MODULE, trainer_of
 from lightning_sdpipe.lightning_results import is_metric
 from lightning_sdpipe.partition.apart import apart
-from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercepted
+from lightning_sdpipe.partition.effects import EffectRecorder, Original, intercepted, logging_to
 from lightning_sdpipe.partition.placeholder import Unusable, refuse_operations
-from lightning_sdpipe.partition.provenance import OUTSIDE, logging_to, note_call
+from lightning_sdpipe.partition.provenance import OUTSIDE, note_call
 from lightning_sdpipe.partition.python_values import (
     GENERATORS,
     attributes_of,

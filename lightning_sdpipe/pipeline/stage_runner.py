@@ -24,6 +24,7 @@ from lightning_sdpipe.lightning_internals import type_of_logged_values
 from lightning_sdpipe.lightning_results import set_value_of_batch, value_of_batch
 from lightning_sdpipe.p2p import labelled
 from lightning_sdpipe.partition.cut_step import CutModel
+from lightning_sdpipe.partition.effects import logging_to
 from lightning_sdpipe.partition.message import Message, Travel
 from lightning_sdpipe.pipeline.digest import BatchDigest, options_of
 from lightning_sdpipe.pipeline.link import StageLink
@@ -100,19 +101,6 @@ def _as_logged(value: Tensor | float) -> Tensor:
     return torch.as_tensor(value, dtype=type_of_logged_values())
 
 
-class logging_through:
-    """Replaces ``module.log`` (which ``log_dict`` calls) by ``log`` within the context."""
-
-    def __init__(self, module: LightningModule, log: Log) -> None:
-        self._values, self._log = module.__dict__, log
-
-    def __enter__(self) -> None:
-        self._values["log"] = self._log
-
-    def __exit__(self, *_: object) -> None:
-        del self._values["log"]
-
-
 @dataclass(frozen=True)
 class Step:
     """A step method of the user's module, with the arguments that Lightning passes besides the batch."""
@@ -163,7 +151,7 @@ class StageRunner:
             scaled.
         """
         through = _synchronised(self.module.log) if log is None else log.record(micro_batch.weight)
-        with logging_through(self.module, through), labelled("forward", number):
+        with logging_to(self.module, through), labelled("forward", number):
             outcome = self._run(micro_batch, number, step, received)
         if isinstance(outcome, Message):
             return outcome
@@ -185,7 +173,7 @@ class StageRunner:
         key = step.key(micro_batch)
         begin_batch([self], batch)
         received = None if self.is_first else self.link.receive_activations(key)
-        with logging_through(self.module, _synchronised(self.module.log)):
+        with logging_to(self.module, _synchronised(self.module.log)):
             outcome = self._run(micro_batch, 0, step, received)
         if isinstance(outcome, Message):
             self.link.send_activations(outcome, key)
@@ -196,7 +184,7 @@ class StageRunner:
         """Run a whole step on a mini-batch, on all stages at the same time."""
         self.cut_model.streams.begin(*step.stream, 0)
         run = partial(getattr(self.module, step.name), batch, *step.arguments)
-        with logging_through(self.module, _synchronised(self.module.log)), step.context():
+        with logging_to(self.module, _synchronised(self.module.log)), step.context():
             return lock_step.evaluate(step.name, batch, run)
 
     def _run(self, micro_batch: MicroBatch, number: int, step: Step, received: Message | None) -> Any:

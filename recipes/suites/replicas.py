@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sdpipe.optim import VarianceCorrection
-from lightning_sdpipe.pipeline.stage_runner import logging_through
+from lightning_sdpipe.partition.effects import logging_to
 from recipes.suites.courses import Mean, Step
 
 HELD_OUT_BATCH = 500
@@ -100,7 +100,7 @@ class Replicas:
         for pipeline, position in positions.items():
             module = self._modules[pipeline]
             module.train()
-            with logging_through(module, lambda *_, **__: None):
+            with logging_to(module, lambda *_, **__: None):
                 (module.training_step(self._batch(epoch, position), 0) / len(positions)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def validate(module: L.LightningModule, batches: Iterable[Any], metric: str) -> 
     with (
         torch.random.fork_rng(devices=[]),  # training draws on as if there had been no validation
         torch.inference_mode(),
-        logging_through(module, lambda name, value, *_, **__: logged.update({name: float(value)})),
+        logging_to(module, lambda name, value, *_, **__: logged.update({name: float(value)})),
     ):
         torch.manual_seed(0)
         for index, batch in enumerate(batches):
