@@ -118,27 +118,19 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
 _Calls = Sequence[tuple[Any, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What a child, which computes on the CPU, leaves to its parent.
+class _LeftToParentError(Exception):
+    """Ends the work of a child, which computes on the CPU, and goes to its parent with what is left to do there.
 
     Args:
         blocks: the blocks to measure; none if all is to be done there, since a step does not run in the child.
-        error: what was raised there.
-        steps: the calls of each step by its name, and its micro-batch of one sample.
+        error: what was raised in the child.
     """
-
-    blocks: tuple[Block, ...]
-    error: str
-    steps: Mapping[str, tuple[_Calls, Any]]
-
-
-class _WantedError(Exception):
-    """A child needs its parent; see :class:`_Wanted`."""
 
     def __init__(self, blocks: tuple[Block, ...], error: str = "") -> None:
         super().__init__(blocks, error)
         self.blocks, self.error = blocks, error
+        self.steps: Mapping[str, tuple[_Calls, Any]] = {}
+        """The calls of each step by its name, and its micro-batch of one sample."""
 
 
 _CPU = torch.device("cpu")
@@ -199,7 +191,9 @@ def _in_a_child(planning: Planning, end: float, work: Callable[[], _T]) -> _T:
     return found
 
 
-def _try(planning: Planning, profiles: _Profiles, end: float, touches: bool) -> list[plan.Plan] | _Wanted | None:
+def _try(
+    planning: Planning, profiles: _Profiles, end: float, touches: bool
+) -> list[plan.Plan] | _LeftToParentError | None:
     """Make the plans in this process, which is a child; or say what only its parent can do. Each chain is tried in a
     child of it, and if a step ``touches`` what it finds, costs are counted and Python state is watched in children,
     too: every one of them finds the module as the run will. None: a step does, and was not said to."""
@@ -219,7 +213,7 @@ def _try(planning: Planning, profiles: _Profiles, end: float, touches: bool) -> 
         if tuple(blocks) not in profiles:
             first = calls()[0]
             if not _is_on_meta(module) and (planning.device.type != "cpu" or not _differentiates()):
-                raise _WantedError(tuple(blocks))
+                raise _LeftToParentError(tuple(blocks))
             profiles[tuple(blocks)] = _measure(planning, module, blocks, *first)
         return profiles[tuple(blocks)]
 
@@ -231,16 +225,16 @@ def _try(planning: Planning, profiles: _Profiles, end: float, touches: bool) -> 
 
     def failed(error: Exception) -> None:
         if planning.device.type != "cpu" or not _differentiates():
-            raise _WantedError((), f"{type(error).__name__}: {error}") from error
+            raise _LeftToParentError((), f"{type(error).__name__}: {error}") from error
 
     trial = _Trial(lambda: module, _CPU, measure, counted, failed, in_a_child, alone)
     try:
         return _made(planning, steps, trial)
     except TouchedError:
         return None
-    except _WantedError as wanted:
-        known = {step.name: (step.calls, step.single) for step in steps}
-        found = _Wanted(wanted.blocks, wanted.error, known or {"training_step": (calls(), None)})
+    except _LeftToParentError as left:
+        left.steps = {step.name: (step.calls, step.single) for step in steps} or {"training_step": (calls(), None)}
+        found = left
     try:
         pickle.dumps(found)
     except Exception as error:  # objects say in their own ways that they cannot be pickled
@@ -294,16 +288,16 @@ def _differentiates() -> bool:
     return True
 
 
-def _try_a_copy(planning: Planning, wanted: _Wanted) -> list[plan.Plan]:
+def _try_a_copy(planning: Planning, left: _LeftToParentError) -> list[plan.Plan]:
     """Make the plans in this process, on its device, by copies of the module."""
     planning.notes.append(
-        f"A step does not run in a child process on the CPU ({wanted.error}), so copies of the model run on "
+        f"A step does not run in a child process on the CPU ({left.error}), so copies of the model run on "
         f"{planning.device} before training: what a step keeps in Python is not checked, and what it changes outside "
         "of the model stays changed."
     )
     module = planning.trainer.lightning_module
     steps = []
-    for name, (calls, single) in wanted.steps.items():
+    for name, (calls, single) in left.steps.items():
         one = single if single is None else module.transfer_batch_to_device(single, planning.device, 0)
         steps.append(_step(planning, name, _moved(planning, calls), one))
 
