@@ -39,9 +39,8 @@ class Ownership:
     def stage_of(self, name: str) -> int:
         """Return the stage whose block holds the tensor ``name``; the last one, where the step ends, if no block
         does."""
-        parts = name.split(".")
-        paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-        return next((self.blocks[path] for path in paths if path in self.blocks), self.num_stages - 1)
+        stage = _in_a_block(name, self.blocks)
+        return self.num_stages - 1 if stage is None else stage
 
     def owners(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold the tensor ``name``; one that the module has got since is where its module
@@ -79,9 +78,7 @@ def assign_owners(
     memory = memory or same_memory(module)
     owners: dict[int, set[int]] = {}
     for name, tensor in named:
-        parts = name.split(".")
-        blocks = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-        stage = next((stage_of_block[path] for path in blocks if path in stage_of_block), None)
+        stage = _in_a_block(name, stage_of_block)
         stays = tensor.layout is not torch.strided  # a sparse buffer has no placeholder
         owners.setdefault(id(tensor), set()).update(everywhere if stage is None or stays else {stage})
         owners[id(tensor)].update(number % num_workers for number in (readers or {}).get(name, ()))
@@ -89,6 +86,13 @@ def assign_owners(
         together = [id(module.get_parameter(name)) for name in names]
         owners |= dict.fromkeys(together, set().union(*(owners[one] for one in together)))
     return Ownership({name: tuple(sorted(owners[id(tensor)])) for name, tensor in named}, memory, stage_of_block)
+
+
+def _in_a_block(name: str, stages: Mapping[str, int]) -> int | None:
+    """Return the stage of the block that holds the tensor ``name``, given that of each block; None if no block does."""
+    parts = name.split(".")
+    paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return next((stages[path] for path in paths if path in stages), None)
 
 
 def buffers_now(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> dict[str, Tensor]:

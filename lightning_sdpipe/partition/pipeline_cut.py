@@ -122,8 +122,20 @@ def is_measured(partition: Partition) -> bool:
 
 def check_partition(of: PipelineCut) -> None:
     """Raise ConfigurationError if no model can be cut this way."""
+    num_stages, partition = of.num_stages, of.partition
     with of.named():
-        _check_partition(of.num_stages, of.partition)
+        if isinstance(partition, str) and partition not in ("auto", "uniform", "parameters", "balanced"):
+            raise ConfigurationError(
+                f"partition={partition!r} is not known. Use 'auto', 'uniform', 'parameters', 'balanced', Balanced(...) "
+                "or a list of block counts."
+            )
+        for name, value in (("speeds", "one speed"), ("memory", "the bytes of one device")):
+            given = getattr(partition, name) if isinstance(partition, Balanced) else None
+            if given and len(given) != num_stages:
+                raise ConfigurationError(
+                    f"Balanced({name}={list(given)}) names {len(given)} devices for num_stages={num_stages}. Give "
+                    f"{value} for each stage."
+                )
 
 
 def refuse_lists(partition: object) -> None:
@@ -135,21 +147,6 @@ def refuse_lists(partition: object) -> None:
             raise ConfigurationError(
                 f"partition={partition!r} has a list for each pipeline. Give the number of stages of each as well, "
                 "as in num_stages=[1, 2]."
-            )
-
-
-def _check_partition(num_stages: int, partition: Partition) -> None:
-    if isinstance(partition, str) and partition not in ("auto", "uniform", "parameters", "balanced"):
-        raise ConfigurationError(
-            f"partition={partition!r} is not known. Use 'auto', 'uniform', 'parameters', 'balanced', Balanced(...) or "
-            "a list of block counts."
-        )
-    for name, value in (("speeds", "one speed"), ("memory", "the bytes of one device")):
-        given = getattr(partition, name) if isinstance(partition, Balanced) else None
-        if given and len(given) != num_stages:
-            raise ConfigurationError(
-                f"Balanced({name}={list(given)}) names {len(given)} devices for num_stages={num_stages}. Give {value} "
-                "for each stage."
             )
 
 

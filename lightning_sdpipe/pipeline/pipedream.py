@@ -271,9 +271,11 @@ class PipeDreamPipeline:
             received = runner.link.receive_activations(key)
             self.notes.receive_down()
         self._delays.before_forward(iteration)
-        weights: Sequence[Tensor] = self._parameters if runner.is_last else self._stash()
-        names = [self._names[id(p)] for p in self._parameters]
-        replaced = {} if runner.is_last else dict(zip(names, weights, strict=True))
+        weights: Sequence[Tensor] = self._parameters
+        replaced: dict[str, Tensor] = {}
+        if not runner.is_last:
+            weights = [p.detach().clone().requires_grad_() for p in self._parameters]
+            replaced = {self._names[id(p)]: stashed for p, stashed in zip(self._parameters, weights, strict=True)}
         with self._delays.computing(phase=meter.FORWARD):
             run = partial(runner.train, micro_batch, 0, step, received, None)
             outcome = functional_call(self._steps, replaced, (run,))
@@ -290,9 +292,6 @@ class PipeDreamPipeline:
         inputs = [t for t in received.tensors if t.requires_grad] if received else []
         self._in_flight.append(_InFlight(iteration, inputs, outputs, weights, scale, window, step.closes))
         return loss
-
-    def _stash(self) -> list[Tensor]:
-        return [p.detach().clone().requires_grad_() for p in self._parameters]
 
     def _backward(self, before_update: bool, exchange: GradientExchange | None, ready: ReadySignal) -> None:
         """Run the oldest backward. Right before an update, ``ready`` is told within it, unless the update waits for
