@@ -53,25 +53,6 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_sdpipe")
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """The data that are dealt, and whether they have to be.
-
-    Args:
-        seed: that of the run.
-        origin: the split of the data that a checkpoint counts by, if one was loaded.
-        required: the user asked for it; else what cannot be dealt is trained as shards.
-        on_any_worker: returns whether it is so on any worker; every worker must ask.
-        reason: why this run should not deal, whatever its loader; None if it may.
-    """
-
-    seed: Callable[[], int]
-    origin: Callable[[], Split | None]
-    required: bool
-    on_any_worker: Callable[[bool], bool]
-    reason: str | None
-
-
-@dataclass(frozen=True)
 class SourceInputs:
     """The inputs of a source of batches that are dealt.
 
@@ -82,7 +63,11 @@ class SourceInputs:
         groups: this worker's process groups.
         checks: says when all look at the clock.
         run: a number of this fit, equal on all workers and no other fit's.
-        dealing: the data that are dealt.
+        seed: that of the data.
+        origin: the split of the data that a checkpoint counts by, if one was loaded.
+        required: the user asked for it; else what cannot be dealt is trained as shards.
+        on_any_worker: returns whether it is so on any worker; every worker must ask.
+        reason: why this run should not deal, whatever its loader; None if it may.
     """
 
     trainer: Trainer
@@ -91,7 +76,11 @@ class SourceInputs:
     groups: ProcessGroups
     checks: ClockChecks
     run: int
-    dealing: Dealing
+    seed: Callable[[], int]
+    origin: Callable[[], Split | None]
+    required: bool
+    on_any_worker: Callable[[bool], bool]
+    reason: str | None
 
 
 class DealtBatchSource:
@@ -101,10 +90,10 @@ class DealtBatchSource:
     portion = None
 
     def __init__(self, inputs: SourceInputs) -> None:
+        self._inputs, self._run = inputs, inputs.run
         trainer = self._trainer = inputs.trainer
-        self._turns, self._client = inputs.turns, inputs.client
-        groups, self._checks, self._run, self._dealing = inputs.groups, inputs.checks, inputs.run, inputs.dealing
-        self._shards = ShardBatchSource(trainer, inputs.turns, inputs.dealing.origin)
+        self._turns, self._client, groups, self._checks = inputs.turns, inputs.client, inputs.groups, inputs.checks
+        self._shards = ShardBatchSource(trainer, inputs.turns, inputs.origin)
         self._num_pipelines = groups.mesh.num_pipelines
         _, pipeline = groups.mesh.locate(groups.rank)
         self._home = pipeline % self._num_pipelines  # there may be more pipelines than shards
@@ -129,16 +118,16 @@ class DealtBatchSource:
         """
         self._dealt = self._segment = self._next = self._now = None
         self._shards.deal(loader, split)
-        reason = self._dealing.reason or why_sharded(loader, self._home, self._num_pipelines)
+        reason = self._inputs.reason or why_sharded(loader, self._home, self._num_pipelines)
         refused = self._refused(reason)
-        if not self._dealing.required and self._dealing.on_any_worker(refused):
+        if not self._inputs.required and self._inputs.on_any_worker(refused):
             return
         self._loader, self._split = loader, split
         self._dealt = DealtBatches(loader, self._num_pipelines, self._client.lease)
 
     def _refused(self, reason: str | None) -> bool:
         """Return whether there is a ``reason`` not to deal, which is an error if the user asked for it."""
-        if reason is not None and self._dealing.required:
+        if reason is not None and self._inputs.required:
             raise refuse_to_deal(reason)
         if reason is not None:
             rank_zero_info(
@@ -157,13 +146,13 @@ class DealtBatchSource:
         if self._refused("there are several train dataloaders, whose batches belong together" if several else None):
             self._dealt = None
             return self._shards.take_over(fetcher)
-        before = self._dealing.origin()
+        before = self._inputs.origin()
         if not find_place(self._trainer, before, self._split, self._loader):
-            if self._dealing.required:
+            if self._inputs.required:
                 raise refuse_other_split(before, self._split)
             return self._shards.take_over(fetcher)  # for the rest of this epoch
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        rank_zero_info(announcement(self._dealing.required, self._trainer.lightning_module, callbacks))
+        rank_zero_info(announcement(self._inputs.required, self._trainer.lightning_module, callbacks))
         taken = Fetcher(fetcher, self)
         taken.done = False  # the turns know which is the last
         return taken
@@ -267,7 +256,7 @@ class DealtBatchSource:
         self._turns.begin_dealt()
         with self._turns.first_failure:
             self._client.greet()
-            self._batches.begin(self._segment, self._dealing.seed())
+            self._batches.begin(self._segment, self._inputs.seed())
         self._looked = self._over = False
         self._look()
         if self._next is None:

@@ -3,6 +3,7 @@ Lightning's loop, callbacks and module to them."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,7 @@ from lightning_sdpipe.errors import ConfigurationError, counted
 from lightning_sdpipe.exchange.options import Exchange
 from lightning_sdpipe.loop import loop
 from lightning_sdpipe.loop.batch_source import BatchSource, ShardBatchSource, Split
-from lightning_sdpipe.loop.dealt import Dealing
+from lightning_sdpipe.loop.dealt import SourceInputs
 from lightning_sdpipe.loop.epoch_callback import EpochCallback, StreamSwitches, agree, agree_in_evaluations
 from lightning_sdpipe.loop.finetuning import adapt_finetuning
 from lightning_sdpipe.loop.joint import JointBatchSource, OwnPart
@@ -44,6 +45,7 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.partition.chain import described
 from lightning_sdpipe.partition.ownership import assign_owners, parameters_held, saves_nothing
 from lightning_sdpipe.partition.plan import Plan
+from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.pipeline.stage_runner import CollectiveGuard
 from lightning_sdpipe.sync.methods import deals
 from lightning_sdpipe.sync.rendezvous import Rendezvous
@@ -310,9 +312,20 @@ class Setup:
             reason = "training_step takes batches from dataloader_iter itself"
         elif self._detects_spikes:
             reason = "SpikeDetection asks all pipelines after each batch"
-        on_any_worker = partial(self.strategy.reduce_boolean_decision, all=False)
-        dealing = Dealing(lambda: origin.data_seed, loaded, asked, on_any_worker, reason)
-        return run.dealt_batches(self.trainer, training, self.checkpoints, checks, dealing)
+        inputs = SourceInputs(
+            trainer=self.trainer,
+            turns=training,
+            client=training.client,
+            groups=run.groups,
+            checks=checks,
+            run=shared(secrets.randbits(62)),
+            seed=lambda: origin.data_seed,
+            origin=loaded,
+            required=asked,
+            on_any_worker=partial(self.strategy.reduce_boolean_decision, all=False),
+            reason=reason,
+        )
+        return run.dealt_batches(training, self.checkpoints, inputs)
 
     # ---------------------------------------------------------------- during the run
 

@@ -15,9 +15,7 @@ from lightning_sdpipe import p2p
 from lightning_sdpipe.checkpoints import random_states
 from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
-from lightning_sdpipe.loop.dealt import Dealing, DealtBatchSource, SourceInputs
-from lightning_sdpipe.loop.loop import ClockChecks
-from lightning_sdpipe.pipeline.data import shared
+from lightning_sdpipe.loop.dealt import DealtBatchSource, SourceInputs
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.sync.peers import Peers
 from lightning_sdpipe.sync.synchronizer import Replica, TrainingState
@@ -197,13 +195,9 @@ class TrainingRun:
             peers=self.peers,
         )
 
-    def dealt_batches(
-        self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
-    ) -> DealtBatchSource:
-        """Return a source of batches that are dealt by speed; every worker must call it."""
-        assert self.membership is not None
-        run, client = shared(secrets.randbits(62)), self.membership.client
-        return DealtBatchSource(SourceInputs(trainer, training, client, self.groups, checks, run, dealing))
+    def dealt_batches(self, training: Training, checkpoints: Checkpoints, inputs: SourceInputs) -> DealtBatchSource:
+        """Return a source of batches that are dealt by speed."""
+        return DealtBatchSource(inputs)
 
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
         """Set out when all is set up, and nothing restored yet. Return the seed of the run's data: ``data_seed``, which

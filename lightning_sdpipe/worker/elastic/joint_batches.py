@@ -77,7 +77,7 @@ class JointRoundSource(ElasticBatchSource):
         self._trained = self._accumulated = 0
         self._turns.begin_dealt()
         with self._turns.first_failure:
-            self._own.batches.begin(segment.epoch, self._dealing.seed())
+            self._own.batches.begin(segment.epoch, self._inputs.seed())
         self._over = False
 
     def _segment_from(self, start: int) -> Segment:

@@ -16,9 +16,8 @@ from lightning_sdpipe.checkpoints.files import Publisher
 from lightning_sdpipe.checkpoints.worker import Checkpoints
 from lightning_sdpipe.data.same_samples import digests
 from lightning_sdpipe.loop import loop
-from lightning_sdpipe.loop.dealt import Dealing, SourceInputs
+from lightning_sdpipe.loop.dealt import SourceInputs
 from lightning_sdpipe.loop.joint import OwnPart
-from lightning_sdpipe.loop.loop import ClockChecks
 from lightning_sdpipe.pipeline.data import shared
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.events import Worker
@@ -182,14 +181,11 @@ class ElasticRun(TrainingRun):
 
     # ------------------------------------------------------------ what they do
 
-    def dealt_batches(
-        self, trainer: Trainer, training: Training, checkpoints: Checkpoints, checks: ClockChecks, dealing: Dealing
-    ) -> ElasticBatchSource:
-        place, run = self._opened, shared(secrets.randbits(62))
+    def dealt_batches(self, training: Training, checkpoints: Checkpoints, inputs: SourceInputs) -> ElasticBatchSource:
+        place, trainer = self._opened, inputs.trainer
         duties = Duties(
             place.commands, place.leaving, self.take_lead, lambda *what: self.fit.give(*what), lambda: self.fit.leave()
         )
-        inputs = SourceInputs(trainer, training, self._there.client, self.groups, checks, run, dealing)
         rounds = training.sync
         source: ElasticBatchSource
         if not isinstance(rounds, PresentAveraging):
