@@ -175,13 +175,18 @@ class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """All processes of the worker's pipeline must end; or the ``run`` is over: it has ``failed``, through ``worker`` if
-    one caused it, or all have finished."""
+    """All processes of the worker's pipeline must end; or the ``run`` is over: it has ``failed``, through ``worker``
+    (None: the scheduler itself), or all have finished."""
 
     reason: str
     run: bool
     failed: bool = True
     worker: Worker | None = None
+
+    def __str__(self) -> str:
+        """Return what people are told of a run that has failed."""
+        source = "the scheduler" if self.worker is None else f"worker {self.worker}"
+        return f"{source} failed first: {self.reason}"
 
 
 LIFE = 20

@@ -66,21 +66,6 @@ def invitations_of(worker: Worker, answer: Answer) -> int:
     return next((count for member, count in invited if member.pipeline == worker.pipeline), 0)
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """The first failure of a run: of a worker, or of the scheduler itself (None)."""
-
-    worker: Worker | None
-    reason: str
-
-    def __str__(self) -> str:
-        source = "the scheduler" if self.worker is None else f"worker {self.worker}"
-        return f"{source} failed first: {self.reason}"
-
-    def said(self) -> e.Now:
-        """Return the message that tells workers of this failure."""
-        return e.Now(0, over=e.End(self.reason, True, True, self.worker))
-
-
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(min_length=2)]
 """The stages and pipelines of a run; and the stages of each pipeline, where these are cut unlike."""
 

@@ -34,7 +34,7 @@ from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.pipeline.lock_step import port_of_store, tell_waits
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
-from lightning_sdpipe.scheduler.client.client import Callbacks, Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.client import Callbacks, SchedulerClient
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, worker_keys
 from lightning_sdpipe.scheduler.membership_protocol import End
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
@@ -68,7 +68,7 @@ class Watchdog:
 
     def __init__(
         self,
-        describe: Callable[[Failure], str],
+        describe: Callable[[End], str],
         give_up: Callable[[], None],
         lost: Callable[[str], None],
         stalled: Callable[[tuple[str, ...]], None] = lambda _: None,
@@ -88,7 +88,7 @@ class Watchdog:
         """Look from now on, until it is disarmed, whether what is waited for can come."""
         self._looking.start()
 
-    def arm(self, failure: Failure) -> None:
+    def arm(self, failure: End) -> None:
         if not self._noticed.is_set():
             self._timer = threading.Timer(_PATIENCE, self._end, [failure])
             self._timer.daemon = True
@@ -131,7 +131,7 @@ class Watchdog:
             self._telling = threading.Thread(target=tell_waits, args=[waits], name="telling waits", daemon=True)
             self._telling.start()
 
-    def _end(self, failure: Failure) -> None:
+    def _end(self, failure: End) -> None:
         print(self._describe(failure), file=sys.stderr, flush=True)
         self._give_up()
 
@@ -312,18 +312,18 @@ class SchedulerConnection:
 
     def _lose(self, reason: str) -> None:
         self.client.failed(reason)
-        self._watchdog.arm(Failure(self._worker, reason))
+        self._watchdog.arm(End(reason, run=True, worker=self._worker))
 
     def _stalls(self, awaits: tuple[str, ...]) -> None:
         self.client.stalls(awaits)
 
     def _must_end(self, end: End) -> None:
         if not end.run:
-            self._watchdog.arm(Failure(self._worker, f"it must end: {end.reason}"))
+            self._watchdog.arm(msgspec.structs.replace(end, reason=f"it must end: {end.reason}", worker=self._worker))
         elif end.failed:
-            self._watchdog.arm(Failure(end.worker, end.reason))
+            self._watchdog.arm(end)
 
-    def _describe(self, failure: Failure) -> str:
+    def _describe(self, failure: End) -> str:
         first = "The scheduler" if failure.worker is None else self._place(failure.worker)
         return f"{first} failed first and ended the run: {failure.reason}"
 

@@ -50,13 +50,11 @@ from lightning_sdpipe.scheduler.client.conversation import Conversation, Kind
 from lightning_sdpipe.scheduler.client.wire import Callbacks, CancelledError, RunOverError, Wire
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
 from lightning_sdpipe.scheduler.membership_protocol import Start
-from lightning_sdpipe.scheduler.protocol import Failure
 from lightning_sdpipe.scheduler.rows import About, Doing
 
 __all__ = [
     "Callbacks",
     "CancelledError",
-    "Failure",
     "MustEndError",
     "Receive",
     "RunOverError",
@@ -458,12 +456,12 @@ class SchedulerClient:
         return self.wire.talk.stop
 
     @property
-    def aborted(self) -> Failure | None:
+    def aborted(self) -> e.End | None:
         """The first failure of the run, once this process has heard of it."""
         stop = self.stop
-        return Failure(stop.worker, stop.reason) if stop is not None and stop.run and stop.failed else None
+        return stop if stop is not None and stop.run and stop.failed else None
 
-    def first_failure(self, timeout: float) -> Failure | None:
+    def first_failure(self, timeout: float) -> e.End | None:
         """Return the run's first failure, if this process hears of one within ``timeout`` seconds."""
         with self.wire.changed:
             self.wire.changed.wait_for(lambda: self.stop is not None, timeout)

@@ -288,7 +288,7 @@ class RunOverError(WorkerFailedError):
     """The run is over: it has ``failed``, or all pipelines have finished."""
 
     def __init__(self, end: e.End) -> None:
-        super().__init__(end.reason if end.worker is None else str(m.Failure(end.worker, end.reason)))
+        super().__init__(end.reason if end.worker is None else str(end))
         self.failed = end.failed
 
 

@@ -101,9 +101,10 @@ class StageStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker."""
+    """One worker, as its row in JSON has it."""
 
-    worker: Worker
+    stage: int
+    pipeline: int
     state: str
     iteration: int | None
     """Last iteration reported."""
@@ -114,9 +115,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Number of the worker's last group."""
     silent: float | None
     """Seconds since the worker was last heard of."""
-    seconds: float | None
+    step_seconds: float | None
     """Recent seconds per step."""
-    waiting: float | None
+    waiting_seconds: float | None
     """Seconds of a step that passed in waiting for other replicas."""
 
 
@@ -180,7 +181,8 @@ class Status(msgspec.Struct, frozen=True):
                 iteration = stage.iterations[pipeline]
                 if letter != "-":
                     row = WorkerStatus(
-                        Worker(number, pipeline),
+                        number,
+                        pipeline,
                         STATES[letter],
                         iteration,
                         None if iteration is None else furthest - iteration,

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.sync_graph import network_error
 from lightning_sdpipe.scheduler.log.status import StageStatus, Status, WorkerStatus
 
@@ -21,20 +20,7 @@ def to_plain(status: Status) -> dict[str, object]:
     """The status as plain values, for JSON, with what follows from it."""
     plain: dict[str, object] = msgspec.to_builtins(status, str_keys=True)
     plain["policy"] = json.loads(status.policy)
-    plain["workers"] = [
-        {
-            "stage": row.worker.stage,
-            "pipeline": row.worker.pipeline,
-            "state": row.state,
-            "iteration": row.iteration,
-            "staleness": row.staleness,
-            "last_group": row.last_group,
-            "silent": row.silent,
-            "step_seconds": row.seconds,
-            "waiting_seconds": row.waiting,
-        }
-        for row in status.workers()
-    ]
+    plain["workers"] = msgspec.to_builtins(status.workers())
     plain["stages"] = [_stage_to_plain(stage) for stage in status.stages]
     return plain
 
@@ -100,12 +86,12 @@ def policy_of(plain: Mapping[str, Any]) -> str:
 
 
 def _table(status: Status, rows: list[WorkerStatus]) -> list[str]:
-    cells = {row.worker: _cell(row, status.stages[0 if status.depths else row.worker.stage]) for row in rows}
-    pipelines = sorted({row.worker.pipeline for row in rows})
+    cells = {(row.stage, row.pipeline): _cell(row, status.stages[0 if status.depths else row.stage]) for row in rows}
+    pipelines = sorted({row.pipeline for row in rows})
     stages = range(len(status.stages))
     return aligned(
         [["pipeline", *(f"stage {stage}" for stage in stages)]]
-        + [[str(i), *(cells.get(Worker(stage, i), "") for stage in stages)] for i in pipelines]
+        + [[str(i), *(cells.get((stage, i), "") for stage in stages)] for i in pipelines]
     )
 
 
@@ -119,8 +105,8 @@ def _cell(row: WorkerStatus, stage: StageStatus) -> str:
     if group is not None:
         text += f" {{{','.join(str(pipeline) for pipeline in group.pipelines[:8])}"
         text += ",…}" if len(group.pipelines) > 8 else "}"
-    if row.seconds is not None and row.waiting is not None:
-        text += f" {row.seconds:.3g}s/{row.waiting:.2g}s"
+    if row.step_seconds is not None and row.waiting_seconds is not None:
+        text += f" {row.step_seconds:.3g}s/{row.waiting_seconds:.2g}s"
     return text
 
 

@@ -66,7 +66,7 @@ class GroupDesk:
         self.extent = extent
         self.life = -1
         """What tells this scheduler's answers in an elastic run from those of the one before it."""
-        self.failure: m.Failure | None = None
+        self.failure: e.End | None = None
         self.on_broken: Callable[[Group, float], None] = lambda *_: None
         """Called with a group whose outcome a worker did not get."""
         self._driver = driver
@@ -88,7 +88,7 @@ class GroupDesk:
     def join(self, session: Session, request: m.Join, peer: bytes, now: float) -> None:
         """Let a client join, for the first time or again."""
         if self.failure is not None:
-            self._outbox.say(peer, self.failure.said())
+            self._outbox.say(peer, e.Now(0, over=self.failure))
             return
         if request.number < session.received.left_at:
             return  # the other socket was slower than a later leave
@@ -188,12 +188,12 @@ class GroupDesk:
         self.extent.num_pipelines = num_pipelines
         self._overview.widen(num_pipelines)
 
-    def fail(self, failure: m.Failure) -> None:
+    def fail(self, failure: e.End) -> None:
         """End the run; every worker is told the first failure."""
         if self.failure is None:
             self.failure = failure
             logger.error("%s; the run is over", failure)
-        over = self.failure.said()
+        over = e.Now(0, over=self.failure)
         for session in self.sessions.values():
             self._outbox.say(session.peer, over)
             self._outbox.say(session.member_peer, over)
@@ -208,7 +208,7 @@ class GroupDesk:
         """
         iteration = request.iteration
         if self.failure is not None:
-            self._outbox.say(peer, self.failure.said())
+            self._outbox.say(peer, e.Now(0, over=self.failure))
         elif session.state is not COMPUTING:
             if not session.active:
                 self._outbox.say(session.member_peer, e.Stranger(known=True))
@@ -264,7 +264,8 @@ class GroupDesk:
             self._carry_out(self._driver.tell(Tick(), now), now)
 
     def send(self, group: Group) -> None:
-        """Answer the readies of its members, and of the workers that they represent, with ``group``.
+        """Answer the readies of its members, and of the workers that they represent, with ``group``; invite the passive
+        ones.
 
         Raises:
             PolicyFailed: one of these workers is not ready.
@@ -272,14 +273,18 @@ class GroupDesk:
         try:
             members = [self.sessions[member] for member in group.members]
             represented = [self.sessions[worker] for worker in self.extent.represented_by(group.members)]
-            if group.passive:
-                self._answer_and_invite(members, represented, group)
-                return
+            passive = group.passive
             invited = tuple([session.invitations for session in members])
-            iterations = tuple([session.iteration for session in members])
-            answer = m.Answer(group, iterations, invited if any(invited) else (), self._life)
+            iterations = tuple([None if session.worker in passive else session.iteration for session in members])
+            life = self.life if self._process_groups.in_use else -1
+            answer = m.Answer(group, iterations, invited if any(invited) else (), life)
             for session in represented:
-                self._answer(session, answer)
+                if passive and self.extent.stands_for(session.worker) in passive:
+                    session.invitations += 1
+                    self._outbox.say(session.member_peer, m.Invitation(group, session.answered))
+                else:
+                    session.is_answered(answer)
+                    self._outbox.say(session.peer, answer)
         except (IllegalInput, KeyError) as error:
             raise PolicyFailed(f"{group} cannot go out: {error}") from error
 
@@ -288,29 +293,6 @@ class GroupDesk:
             logger.debug("group %d of stage %d: %s", group.sequence, group.stage, group.reason)
             if (ready := self._process_groups.ready_to_go(group, now)) is not None:
                 self.send(ready)
-
-    def _answer_and_invite(self, members: list[Session], represented: list[Session], group: Group) -> None:
-        """Invite passive members and those that they represent; answer the others."""
-        answer = m.Answer(
-            group,
-            tuple(None if s.worker in group.passive else s.iteration for s in members),
-            tuple(s.invitations for s in members),
-            self._life,
-        )
-        for session in represented:
-            if self.extent.stands_for(session.worker) in group.passive:
-                session.invitations += 1
-                self._outbox.say(session.member_peer, m.Invitation(group, session.answered))
-            else:
-                self._answer(session, answer)
-
-    @property
-    def _life(self) -> int:
-        return self.life if self._process_groups.in_use else -1
-
-    def _answer(self, session: Session, answer: m.Answer) -> None:
-        session.is_answered(answer)
-        self._outbox.say(session.peer, answer)
 
 
 def named(workers: Collection[Worker]) -> str:

@@ -36,7 +36,7 @@ class LeaseDesk:
         """Deal with an ask. Segment and ordinal identify it, so it needs no session and may be repeated."""
         worker, segment, failure = request.worker, request.segment, self._groups.failure
         if failure is not None:
-            self._outbox.say(peer, failure.said())
+            self._outbox.say(peer, e.Now(0, over=failure))
             return
         if (lease := self._dealer.answer(worker.pipeline, segment, request.ordinal)) is not None:
             self._outbox.say(peer, m.Dealt(lease, request.number))

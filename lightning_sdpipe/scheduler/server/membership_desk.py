@@ -134,7 +134,7 @@ class MembershipDesk:
         worker, incarnation, core = request.worker, request.incarnation, self.membership
         enrolled = isinstance(request, e.Enrol) or (isinstance(request, e.Beat) and request.enrolled)
         if self._groups.failure is not None and enrolled:
-            self._outbox.say(peer, self._groups.failure.said())
+            self._outbox.say(peer, e.Now(0, over=self._groups.failure))
         elif isinstance(request, e.Enrol):
             self._comes(peer, request, now)
         elif self._presence.incarnations.get(worker) == incarnation:
@@ -374,11 +374,12 @@ class MembershipDesk:
                 logger.warning("%s", f"{reason}; training waits for more" if reason else "there are enough pipelines")
                 self._levels.change(self._presence.of(self.membership.epoch.pipelines))
             case w.RunOver(reason, failed, worker):
-                over = e.Now(0, over=e.End(reason, True, failed, worker))
+                end = e.End(reason, True, failed, worker)
+                over = e.Now(0, over=end)
                 for each, incarnation in (self._presence.incarnations | self.membership.roster.processes()).items():
                     say(e.peer_of(each, incarnation), over)
                 if failed:
-                    self._groups.fail(m.Failure(worker, reason))
+                    self._groups.fail(end)
 
     def _tell(self, pipelines: Collection[int], message: e.Reply) -> None:
         for worker in self._presence.of(pipelines):

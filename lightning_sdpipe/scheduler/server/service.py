@@ -99,7 +99,7 @@ class SchedulerService:
         self.members.on_decided = lambda now, event, decided: self.log.write(Entry(now, event, members=decided))
 
     @property
-    def failure(self) -> m.Failure | None:
+    def failure(self) -> e.End | None:
         """The first failure of the run."""
         return self.groups.failure
 
@@ -288,4 +288,4 @@ class SchedulerService:
         self._driver.fail()
         self._outbox.clear()  # a group may have gone out to some of its members only
         what = f"its policy {self._name} failed on {error}" if isinstance(error, PolicyFailed) else repr(error)
-        self.groups.fail(m.Failure(None, what[: m.MAX_REASON_CHARACTERS]))
+        self.groups.fail(e.End(what[: m.MAX_REASON_CHARACTERS], run=True))

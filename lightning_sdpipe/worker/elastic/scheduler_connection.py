@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import msgspec
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch._C._distributed_c10d import Store
@@ -25,7 +26,7 @@ from lightning_sdpipe.errors import LOST_CONNECTION, SchedulerError, WorkerFaile
 from lightning_sdpipe.partition.pipeline_cut import PipelineCut, is_measured
 from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.policies.events import Worker
-from lightning_sdpipe.scheduler.client.client import Callbacks, CancelledError, Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.client import Callbacks, CancelledError, SchedulerClient
 from lightning_sdpipe.scheduler.membership_protocol import End
 from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress, Watchdog
 
@@ -176,7 +177,7 @@ class ElasticConnection:
     def _must_end(self, end: End) -> None:
         what = "The run is over" if end.run else f"Pipeline {self._worker.pipeline} must end"
         if end.failed:
-            self._watchdog.arm(Failure(self._worker, f"{what}: {end.reason}"))
+            self._watchdog.arm(msgspec.structs.replace(end, reason=f"{what}: {end.reason}"))
 
 
 class SchedulerStore(Store):

@@ -21,7 +21,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client import conversation
-from lightning_sdpipe.scheduler.client.client import Failure, SchedulerClient
+from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.wire import TRIES, ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
 from lightning_sdpipe.scheduler.rows import About, Chunk
@@ -179,7 +179,7 @@ def test_the_first_failure_reaches_everybody() -> None:
         with pytest.raises(WorkerFailedError, match=r"\(stage 0, pipeline 1\) failed first: out of memory"):
             a.group()
         for client in (a, b, c):
-            assert client.first_failure(5.0) == Failure(W(0, 1), "out of memory")
+            assert client.first_failure(5.0) == e.End("out of memory", True, True, W(0, 1))
 
 
 def test_a_failure_told_to_nobody_does_not_block() -> None:

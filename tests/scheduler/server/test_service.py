@@ -210,7 +210,7 @@ def test_a_silent_worker_is_waited_for_as_long_as_its_machine_answers(
         reason = "it was silent for 9 s, and its process on host 1 cannot be reached; check that its machine and the "
         assert failure is not None
         assert (failure.worker, failure.reason) == (B, f"{reason}network to it are up")
-        assert {(beats(worker), failure.said()) for worker in (A, B)} <= set(replies)
+        assert {(beats(worker), e.Now(0, over=failure)) for worker in (A, B)} <= set(replies)
 
 
 @pytest.mark.parametrize("waiting", [1, 2, 3])
@@ -245,11 +245,11 @@ def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
     d = Dialogue()
     d.join(A)
     d.join(B)
-    over = m.Failure(B, "out of memory").said()
+    over = e.Now(0, over=e.End("out of memory", True, True, B))
     everywhere = {(name(worker), over) for worker in (A, B) for name in (line, beats)}
     assert set(d.say(e.Depart, B, False, "out of memory")) == everywhere | {(beats(B), e.Noted(d.number))}
     assert d.say(e.Depart, A, False, "lost its neighbour") == [(beats(A), e.Noted(d.number))]
-    assert d.service.failure == m.Failure(B, "out of memory")
+    assert d.service.failure == over.over
     assert d.say(m.Ready, A, 0) == [(line(A), over)]
     assert d.beat(A, True) == [(beats(A), over)]
     ((_, reply),) = d.say(m.Hello, A, None, incarnation=8)
@@ -347,9 +347,9 @@ class TestAPolicyThatFails:
         failure = d.service.failure
         assert failure is not None
         assert re.search(f"the scheduler failed first: its policy tests.*Unruly failed on.*{message}", str(failure))
-        assert d.say(m.Ready, B, 0) == [(line(B), failure.said())]
+        assert d.say(m.Ready, B, 0) == [(line(B), e.Now(0, over=failure))]
         assert d.say(m.Leave, A) == d.noted(A)
-        assert d.beat(B, True) == [(beats(B), failure.said())]
+        assert d.beat(B, True) == [(beats(B), e.Now(0, over=failure))]
 
     def test_when_time_passes(self) -> None:
         d = Dialogue(Unruly("time"))
@@ -384,8 +384,8 @@ def test_the_status_of_thousands_of_workers_is_a_fraction_of_the_largest_reply()
         reply = m.decode_reply(frame)
         assert isinstance(reply, m.StatusReply)
         shown = reply.status.workers()
-        assert [row.worker for row in shown] == workers
-        assert {(row.iteration, row.seconds) for row in shown} == {(3, 0.123456)}
+        assert [Worker(row.stage, row.pipeline) for row in shown] == workers
+        assert {(row.iteration, row.step_seconds) for row in shown} == {(3, 0.123456)}
 
 
 def test_a_policy_without_a_graph_of_its_own_has_one_of_its_decisions() -> None:
