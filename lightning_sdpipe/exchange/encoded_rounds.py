@@ -247,8 +247,8 @@ class EncodedPresentRounds(PresentRounds):
     def _put(self, gradient: Tensor, into: Tensor) -> None:
         torch.mul(gradient, self.weight, out=into)
 
-    def _means(self, sums: Sums, seconds: float) -> Round:
-        outcome = super()._means(sums, seconds)
+    def _means(self, sums: Sums) -> Round:
+        outcome = super()._means(sums)
         if self._watch and not outcome.nonfinite:
             _check_range(self.coding.payload, outcome.gradients)
         return outcome

@@ -12,7 +12,6 @@ of the next round.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -57,7 +56,6 @@ class Round:
     nonfinite: tuple[int, ...]  # pipelines whose gradients were not finite
     marks: dict[int, int]  # by pipeline
     seconds: dict[int, float]  # of a micro-batch, by pipeline; 0 where that is not known
-    seconds_averaging: float
     epoch: int  # of membership
 
 
@@ -130,15 +128,13 @@ class PresentRounds(GradientRounds):
         """
         assert self._given is not None, "complete() comes before outcome()"
         assert self._group is not None, "begin() comes before outcome()"
-        start = time.perf_counter()
         flags = self._flags_of(self._group)
         super()._launch()
         self._reduce(flags)
         with meter.current().waiting(), torch.no_grad():
             while self._sending:
                 finish(self._sending.popleft())
-        sums = Sums(self._group, [*self._flats, flags])
-        return self._means(sums, time.perf_counter() - start)
+        return self._means(Sums(self._group, [*self._flats, flags]))
 
     def begin_again(self) -> None:
         """Offer the same gradients again for other members, in other memory, since the exchange has failed."""
@@ -170,7 +166,7 @@ class PresentRounds(GradientRounds):
             WorkerFailedError: the source is gone.
         """
         assert group.source is not None
-        start, source, sequence = time.perf_counter(), group.source.pipeline, torch.tensor([-1])
+        source, sequence = group.source.pipeline, torch.tensor([-1])
         transfers.begin({}, {source: sequence}, replicas, tag_of(group)).wait()
         if lacking is None or int(sequence) != lacking.sequence:
             return None
@@ -180,13 +176,13 @@ class PresentRounds(GradientRounds):
             transfers.begin({}, {source: piece}, replicas, tag_of(group)).wait()
         for flat, taken in zip(self._flats, tensors, strict=False):
             flat.copy_(taken)
-        return self._means(Sums(lacking, [*self._flats, flags]), time.perf_counter() - start)
+        return self._means(Sums(lacking, [*self._flats, flags]))
 
     @property
     def _flats(self) -> list[Tensor]:
         return [bucket.flat for bucket in self._buckets if bucket.flat is not None]
 
-    def _means(self, sums: Sums, seconds: float) -> Round:
+    def _means(self, sums: Sums) -> Round:
         members = tuple(worker.pipeline for worker in sums.group.members)
         if len(members) > 1:
             self._keep(sums)
@@ -210,7 +206,6 @@ class PresentRounds(GradientRounds):
             tuple(pipeline for pipeline, total in zip(members, totals, strict=True) if not math.isfinite(total)),
             {pipeline: int(mark) for pipeline, mark in zip(members, marks, strict=True)},
             dict(zip(members, speeds, strict=True)),
-            seconds,
             sums.group.epoch,
         )
 

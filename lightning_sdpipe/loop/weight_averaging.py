@@ -148,9 +148,7 @@ class SDPipeWeightAveraging(Callback):
         if self._average is not None:
             self._swap(pl_module)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._average is not None:
-            self._swap(pl_module)
+    on_validation_epoch_end = on_validation_epoch_start  # the second swap puts the weights back
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for average, current in self._pairs(pl_module):

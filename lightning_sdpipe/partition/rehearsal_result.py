@@ -164,9 +164,6 @@ class RehearsalResult:
                 together.refusals.append(Refusal(change.block, change.name, "user code that reads it", python=True))
         return together
 
-    def _names(self, blocks: Sequence[int]) -> list[str]:
-        return [self.chain[block] for block in blocks]
-
     def _explain(self, refusal: Refusal, step: str) -> str:
         if refusal.python:
             where = "after the end" if refusal.block == OUTSIDE else f"in block {self.chain[refusal.block]!r}, outside"

@@ -26,8 +26,6 @@ class Sections:
     owners: Sequence[tuple[int, ...]]
     parameters: Mapping[str, int]
     """Section of each parameter and buffer, by name, if it is exchanged as a parameter is."""
-    buffers: Mapping[str, int]
-    """Section of each, by name, if it is exchanged as a buffer is."""
 
 
 def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership]) -> Sections:
@@ -39,14 +37,10 @@ def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership
     of_blocks = sections_of_blocks(spans)
     names = ownerships[0].stages
     first = {name: tuple(own.stages[name][0] for own in ownerships) for name in names}
-    last = {name: tuple(own.stages[name][-1] for own in ownerships) for name in names}
-    owners = sorted({*of_blocks, *first.values(), *last.values()})
+    last = {tuple(own.stages[name][-1] for own in ownerships) for name in names}
+    owners = sorted({*of_blocks, *first.values(), *last})
     number = {each: place for place, each in enumerate(owners)}
-    return Sections(
-        owners,
-        {name: number[each] for name, each in first.items()},
-        {name: number[each] for name, each in last.items()},
-    )
+    return Sections(owners, {name: number[each] for name, each in first.items()})
 
 
 def sections_of_blocks(spans: Sequence[Sequence[range]]) -> set[tuple[int, ...]]:

@@ -54,10 +54,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
 def iteration_of(worker: Worker, answer: Answer) -> int | None:
     """Return the iteration whose ready of ``worker``, or of another stage's worker in its pipeline, ``answer``
     answers."""
-    for member, iteration in zip(answer.group.members, answer.iterations, strict=False):
-        if member.pipeline == worker.pipeline:
-            return iteration
-    return None
+    answered = zip(answer.group.members, answer.iterations, strict=False)
+    return next((iteration for member, iteration in answered if member.pipeline == worker.pipeline), None)
 
 
 def invitations_of(worker: Worker, answer: Answer) -> int:

@@ -34,7 +34,6 @@ def test_the_union_of_all_cuts_divides_the_chain() -> None:
     section = [found.parameters[f"blocks.{block}.bias"] for block in range(6)]
     assert section == [0, 1, 1, 1, 2, 2]
     assert found.parameters["root"] == found.parameters["blocks.5.weight"] == 0  # where the first user is
-    assert found.buffers["counter"] == 2  # where steps come to their end
     assert [name for name, number in found.parameters.items() if number == 2 and "weight" in name] == [
         "blocks.4.weight"
     ]

@@ -21,10 +21,10 @@ from lightning_sdpipe.worker.launching.elastic_job import from_environment
 def main(updates: int) -> None:
     job = from_environment(os.environ)
     assert job is not None
-    assert job.scheduler is not None
     if job.policy_file is not None:
         policy_file.offer(job.policy_file, SemiDecentralized(connectivity=7))
-    keys = worker_keys(job.scheduler, job.key_file)
+    address = os.environ["SDPIPE_SCHEDULER"]
+    keys = worker_keys(address, os.environ.get("SDPIPE_KEY_FILE"))
     worker, incarnation = Worker(0, job.pipeline), secrets.randbits(60) + 1
     newest, changed = [0], threading.Condition()
 
@@ -42,7 +42,7 @@ def main(updates: int) -> None:
                 known, held = len(newest), newest[-4:]
             client.holds(held)
 
-    client = SchedulerClient(job.scheduler, worker, incarnation, credentials=keys, told=Callbacks(epoch=hear))
+    client = SchedulerClient(address, worker, incarnation, credentials=keys, told=Callbacks(epoch=hear))
     client.greet()
     done, answer = 0, client.enrol({"model": "toy"})
     while isinstance(answer, Receive):

@@ -29,10 +29,7 @@ _HOW_TO_START = (
 
 @dataclass(frozen=True)
 class ElasticJob:
-    """One process of one pipeline.
-
-    The environment names the scheduler; None if the strategy must name it.
-    """
+    """One process of one pipeline."""
 
     pipeline: int
     rank: int
@@ -44,8 +41,6 @@ class ElasticJob:
     node_rank: int
     main_address: str
     main_port: int
-    scheduler: str | None
-    key_file: Path | None
     policy_file: Path | None = None
     """File to write before the scheduler is asked for anything; None if the scheduler knows its policy."""
 
@@ -128,12 +123,10 @@ def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
     if KEY_FILE in environment and not environment[KEY_FILE]:
         raise ConfigurationError(f"{KEY_FILE} is empty; give the path of worker.key, or unset it.")
     given = [name for name in _BY_LAUNCHER if name in environment]
-    key_file = Path(environment[KEY_FILE]) if KEY_FILE in environment else None
-    scheduler = environment.get(SCHEDULER)
     policy_file = Path(environment[POLICY_FILE]) if POLICY_FILE in environment else None
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         _refuse_other_launchers(environment, pipeline)
-        return ElasticJob(pipeline, 0, 1, 0, 1, 0, "127.0.0.1", 0, scheduler, key_file, policy_file)
+        return ElasticJob(pipeline, 0, 1, 0, 1, 0, "127.0.0.1", 0, policy_file)
     missing = [name for name in _BY_LAUNCHER if name not in given]
     if missing:
         raise ConfigurationError(
@@ -165,8 +158,6 @@ def from_environment(environment: Mapping[str, str]) -> ElasticJob | None:
         node_rank,
         environment["MASTER_ADDR"],
         port,
-        scheduler,
-        key_file,
         policy_file,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -29,7 +27,7 @@ def test_a_run_without_the_variable_is_not_elastic() -> None:
 
 def test_the_job_of_sdpipe_run_or_torchrun() -> None:
     found = job(SDPIPE_KEY_FILE="keys/worker.key")
-    assert found == ElasticJob(2, 1, 2, 1, 2, 0, "127.0.0.1", 29500, "tcp://10.0.0.1:5555", Path("keys/worker.key"))
+    assert found == ElasticJob(2, 1, 2, 1, 2, 0, "127.0.0.1", 29500)
     assert found.num_nodes == 1
     assert job(**TWO_MACHINES).num_nodes == 2
 
@@ -37,7 +35,7 @@ def test_the_job_of_sdpipe_run_or_torchrun() -> None:
 def test_without_a_launcher_a_pipeline_is_one_process() -> None:
     found = from_environment(ELASTIC)
     assert found is not None
-    assert (found.rank, found.world_size, found.local_world_size, found.key_file) == (0, 1, 1, None)
+    assert (found.rank, found.world_size, found.local_world_size) == (0, 1, 1)
 
 
 def test_a_job_takes_its_own_of_the_devices_that_the_strategy_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +94,7 @@ def test_a_scheduler_is_needed() -> None:
     assert lonely is not None
     require_scheduler(lonely, "tcp://given.to.the.strategy:5555")
     with pytest.raises(ConfigurationError, match=r"SDPIPE_PIPELINE=0 is set.*SDPIPE_SCHEDULER is not"):
-        require_scheduler(lonely, lonely.scheduler)
+        require_scheduler(lonely, None)
 
 
 def test_devices_of_the_trainer() -> None:
