@@ -285,11 +285,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunOverError(WorkerFailedError):
-    """The run is over: it has ``failed``, or all pipelines have finished."""
+    """The run is over: it has failed, or all pipelines have finished."""
 
     def __init__(self, end: e.End) -> None:
         super().__init__(end.reason if end.worker is None else str(end))
-        self.failed = end.failed
 
 
 class CancelledError(SchedulerError):
