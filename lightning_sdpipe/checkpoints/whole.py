@@ -195,6 +195,7 @@ class OptimizerParts:
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, ownership: Ownership, stage: int) -> None:
+        self.optimizer = optimizer
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._ownership = ownership
         self._stage = stage
@@ -240,24 +241,26 @@ class OptimizerParts:
         group["params"] = [self._local[place] for place in places if place in self._local]
         return True
 
-    def groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
         """Return ``optimizer.param_groups`` with the parameters of all stages.
 
         Raises:
             ConfigurationError: groups were removed.
         """
-        if len(optimizer.param_groups) != len(self._whole):
+        now = self.optimizer.param_groups
+        if len(now) != len(self._whole):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} had {len(self._whole)} parameter groups and has "
-                f"{len(optimizer.param_groups)} now, so it is not known what they hold on other stages. Add groups "
+                f"{type(self.optimizer).__name__} had {len(self._whole)} parameter groups and has "
+                f"{len(now)} now, so it is not known what they hold on other stages. Add groups "
                 "with add_param_group; instead of removing one, set its lr=0."
             )
-        return [{**group, "params": whole} for group, whole in zip(optimizer.param_groups, self._whole, strict=True)]
+        return [{**group, "params": whole} for group, whole in zip(now, self._whole, strict=True)]
 
     @contextmanager
-    def shown(self, optimizer: Optimizer) -> Iterator[None]:
+    def shown(self) -> Iterator[None]:
         """Show the parameters of all stages in ``optimizer.param_groups`` within the context. Groups may be added to it
         there: Lightning's wrapper of an optimizer adds them by the method of its class."""
+        optimizer = self.optimizer
         for group, whole in zip(optimizer.param_groups, self._whole, strict=False):
             group["params"] = whole
         try:
@@ -273,28 +276,24 @@ class OptimizerParts:
         """Parameters of this stage by their place in the whole optimizer."""
         return self._local
 
-    def part(self, optimizer: Optimizer, stage: int) -> dict[str, Any]:
-        """Return the ``state_dict`` of the whole optimizer with the states of which ``stage`` is the first holder."""
-        local = self._states(optimizer)
-        state = {i: value for i, value in local.items() if self._owners.get(i, (stage,))[0] == stage}
-        return {"state": state, "param_groups": self._packed(optimizer)}
+    def part(self) -> dict[str, Any]:
+        """Return the ``state_dict`` of the whole optimizer with the states of which this stage is the first holder."""
+        stage = self._stage
+        state = {i: value for i, value in self._states().items() if self._owners.get(i, (stage,))[0] == stage}
+        return {"state": state, "param_groups": self._packed()}
 
-    def held(self, optimizer: Optimizer) -> dict[str, Any]:
+    def held(self) -> dict[str, Any]:
         """Return the ``state_dict`` of the whole optimizer with all states that this stage has, and the names of its
         parameters, since another pipeline may number them in another order."""
-        return {
-            "state": self._states(optimizer),
-            "param_groups": self._packed(optimizer),
-            _NAMES: self._name_of,
-        }
+        return {"state": self._states(), "param_groups": self._packed(), _NAMES: self._name_of}
 
-    def gather(self, optimizer: Optimizer, groups: ProcessGroups) -> dict[str, Any]:
+    def gather(self, groups: ProcessGroups) -> dict[str, Any]:
         """Return the whole optimizer's ``state_dict`` on rank 0; an empty one on the others."""
         stage_of_zero, pipeline_of_zero = groups.mesh.locate(0)
         stage, pipeline = groups.mesh.locate(groups.rank)
         if pipeline != pipeline_of_zero:
             return {}
-        local = self._states(optimizer)
+        local = self._states()
         if groups.rank != 0:
             foreign = {i: s for i, s in local.items() if stage_of_zero not in self._owners.get(i, (stage_of_zero,))}
             mine = {i: s for i, s in foreign.items() if self._owners[i][0] == stage}
@@ -306,17 +305,18 @@ class OptimizerParts:
                 for (place, key), value in _receive(source, groups).items():
                     local.setdefault(place, {})[key] = value
         state = {place: local[place] for place in self._owners if place in local}
-        return {"state": state | local, "param_groups": self._packed(optimizer)}
+        return {"state": state | local, "param_groups": self._packed()}
 
-    def _states(self, optimizer: Optimizer) -> dict[Any, Any]:
+    def _states(self) -> dict[Any, Any]:
         """Return the states of this stage's parameters by place, and what the optimizer keeps under keys of its own."""
-        own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-        return {place: optimizer.state[p] for place, p in self._local.items() if p in optimizer.state} | own
+        states = self.optimizer.state
+        own = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+        return {place: states[p] for place, p in self._local.items() if p in states} | own
 
-    def _packed(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        return [{**group, "params": places} for group, places in zip(self.groups(optimizer), self._places, strict=True)]
+    def _packed(self) -> list[dict[str, Any]]:
+        return [{**group, "params": places} for group, places in zip(self.groups(), self._places, strict=True)]
 
-    def load(self, optimizer: Optimizer, whole: Mapping[str, Any]) -> None:
+    def load(self, whole: Mapping[str, Any]) -> None:
         """Load this stage's part of a whole ``state_dict``."""
         numbers = {place: number for number, place in enumerate(self._local)}  # in the order of the groups
         if _NAMES in whole:
@@ -329,7 +329,7 @@ class OptimizerParts:
             {**group, "params": sorted(numbers[place] for place in group["params"] if place in numbers)}
             for group in whole["param_groups"]
         ]
-        optimizer.load_state_dict({"state": state, "param_groups": packed})
+        self.optimizer.load_state_dict({"state": state, "param_groups": packed})
 
 
 def _as_python(value: Any) -> Any:

@@ -39,7 +39,7 @@ class Checkpoints:
         self._ownership = ownership
         self._groups = groups
         self._stage, _ = groups.mesh.locate(groups.rank)
-        self._optimizers: list[tuple[Optimizer, whole.OptimizerParts]] = []
+        self._optimizers: list[whole.OptimizerParts] = []
         self._writer: DistributedWriter | None = None
 
     def holds(self, name: str) -> bool:
@@ -49,19 +49,19 @@ class Checkpoints:
     def take_part_of(self, optimizers: Sequence[Optimizer]) -> None:
         """Drop the parameters of other stages from optimizers of the whole module, and remember their places."""
         self._optimizers = [
-            (each, whole.OptimizerParts(each, self._module, self._ownership, self._stage)) for each in optimizers
+            whole.OptimizerParts(each, self._module, self._ownership, self._stage) for each in optimizers
         ]
 
-    def whole_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the parameters of all stages."""
-        return self._parts(optimizer).groups(optimizer)
+    def whole_groups(self, number: int) -> list[dict[str, Any]]:
+        """Return the groups of optimizer ``number`` with the parameters of all stages."""
+        return self._optimizers[number].groups()
 
     @contextmanager
     def whole_groups_shown(self) -> Iterator[None]:
         """Show the parameters of all stages in the optimizers' own groups within the context."""
         with ExitStack() as shown:
-            for optimizer, parts in self._optimizers:
-                shown.enter_context(parts.shown(optimizer))
+            for parts in self._optimizers:
+                shown.enter_context(parts.shown())
             yield
 
     def module_state(self) -> dict[str, Any]:
@@ -96,13 +96,13 @@ class Checkpoints:
         """Return the optimizer's state in the same way as :meth:`module_state`."""
         parts = self._parts(optimizer)
         if self.only_held:
-            return parts.held(optimizer)
+            return parts.held()
         if self.distributed:
-            return parts.part(optimizer, self._stage)
-        return parts.gather(optimizer, self._groups)
+            return parts.part()
+        return parts.gather(self._groups)
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self._parts(optimizer).load(optimizer, state)
+        self._parts(optimizer).load(state)
 
     def save(
         self, checkpoint: dict[str, Any], path: Path, files: CheckpointIO, publisher: Publisher | None = None
@@ -114,7 +114,7 @@ class Checkpoints:
 
     def load(self, path: Path, files: CheckpointIO) -> dict[str, Any]:
         """Read the part of a distributed checkpoint that this worker needs."""
-        places = [parts.places for _, parts in self._optimizers]
+        places = [parts.places for parts in self._optimizers]
         return read_part(path, self._ownership, places, self._groups, files)
 
     def wait(self) -> None:
@@ -123,4 +123,4 @@ class Checkpoints:
             self._writer.wait()
 
     def _parts(self, optimizer: Optimizer) -> whole.OptimizerParts:
-        return next(parts for each, parts in self._optimizers if each is optimizer)
+        return next(parts for parts in self._optimizers if parts.optimizer is optimizer)

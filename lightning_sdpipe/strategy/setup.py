@@ -266,15 +266,12 @@ class Setup:
             gather_metrics_over(module, callbacks, groups.stage, lambda: not is_last and guard.in_step),
         ]
         if is_cut:
-            undo.append(adapt_finetuning(callbacks, self._whole_groups))
+            undo.append(adapt_finetuning(callbacks, self.checkpoints.whole_groups))
             undo.append(leave_out_example(module))
             undo.append(show_whole_groups(module, callbacks, self.checkpoints.whole_groups_shown))
         if not is_last:
             undo.append(refuse_metrics_elsewhere(module, callbacks, self.parts.logged_late))
         return undo
-
-    def _whole_groups(self, number: int) -> Any:
-        return self.checkpoints.whole_groups(self.strategy.optimizers[number])
 
     def _why_alike(self, sync: Synchronizer) -> str | None:
         """Return the reason why no worker may have a learning rate of its own; None if pipelines may."""

@@ -209,7 +209,7 @@ def _gather(rank: int, prefixed: bool) -> dict[str, Any]:
     for place, parameter in parts.places.items():
         optimizer.state[parameter] = _kept(place, torch.zeros_like(parameter))
     cast(Any, optimizer.state)["rounds"] = 7
-    gathered = parts.gather(optimizer, groups)
+    gathered = parts.gather(groups)
     return {**state, "optimizer": gathered} if rank == 0 else {}
 
 

@@ -87,7 +87,7 @@ def test_a_newcomer_may_number_them_in_another_order_than_its_donor() -> None:
     for number, parameter in enumerate(module.parameters()):
         donor.state[parameter] = {"step": torch.tensor(float(number))}
     parts = OptimizerParts(newcomer, module, ownership, 0)
-    parts.load(newcomer, OptimizerParts(donor, module, ownership, 0).held(donor))
+    parts.load(OptimizerParts(donor, module, ownership, 0).held())
     assert [newcomer.state[parameter]["step"] for parameter in module.parameters()] == [0, 1, 2, 3]
     assert names_in(newcomer, module) == newcomers
 
