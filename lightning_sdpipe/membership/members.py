@@ -31,6 +31,9 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     lost: tuple[Count, ...] = ()
     tries: bool = False
     """True if every worker is to say which workers of its stage it cannot reach."""
+    starts: Count = 0
+    """New starts from a checkpoint before this epoch, since no member was left; a state from before one counts no
+    more."""
 
     @property
     def pipelines(self) -> tuple[int, ...]:

@@ -177,6 +177,8 @@ class Membership(RunState):
             start.fresh = True
         come, names = tuple(sorted(complete)), ", ".join(map(str, sorted(complete)))
         why = f"again from {checkpoint}, since no member was left" if checkpoint else "together"
+        if again:
+            self.epoch = msgspec.structs.replace(self.epoch, starts=self.epoch.starts + 1)
         decisions = self._new_epoch(f"pipelines {names} start {why}", come)
         return decisions + [w.Started(i, self.epoch, True, checkpoint) for i in come]
 
@@ -371,7 +373,7 @@ class Membership(RunState):
         for i in come:
             here[i].since = self.epoch.number + 1
         self.ever |= {member.pipeline for member in stay}
-        self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost, tries)
+        self.epoch = Epoch(self.epoch.number + 1, tuple(stay), reason, lost, tries, self.epoch.starts)
         return [self.epoch]
 
     def _meet(self) -> list[MemberDecision]:

@@ -26,8 +26,8 @@ class MemberRecovery:
         """The last enrolment of each worker that came meanwhile."""
         self._stages = range(num_stages)
         self._back: dict[Member, set[int]] = {}
-        self._received: dict[Member, set[int]] = {}
-        """Stages of newcomers that have the state of a member."""
+        self._received: dict[Member, dict[int, int]] = {}
+        """Stages of newcomers that have the state of a member; the starts before it, as they heard of them."""
 
     def hear(self, event: Resumed) -> None:
         """Note a process that resumes."""
@@ -59,7 +59,10 @@ class MemberRecovery:
                 self.early[worker] = event
                 self._hear_of(event.epoch or self.epoch)
             case w.Received(worker, incarnation, missed=""):
-                self._received.setdefault(Member(worker.pipeline, incarnation), set()).add(worker.stage)
+                early = self.early.get(worker)
+                if early is not None and early.incarnation == incarnation and early.epoch is not None:
+                    received = self._received.setdefault(Member(worker.pipeline, incarnation), {})
+                    received[worker.stage] = early.epoch.starts
             case w.Ended(worker, incarnation) | w.Departed(worker, incarnation):
                 member = Member(worker.pipeline, incarnation)
                 there = any(self.is_there(member, stage) for stage in self._stages)
@@ -93,8 +96,9 @@ class MemberRecovery:
 
     def missing(self, member: Member) -> list[int]:
         """Return the member's stages that have not resumed. A state that has come counts as well, since that process is
-        a member and has not heard so."""
-        came = self._received.get(member, set()) | self._back.get(member, set())
+        a member and has not heard so; unless all started again since, which it has not heard either."""
+        received = self._received.get(member, {}).items()
+        came = self._back.get(member, set()) | {stage for stage, starts in received if starts == self.epoch.starts}
         return [stage for stage in self._stages if stage not in came]
 
     def complete(self) -> bool:

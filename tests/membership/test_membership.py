@@ -454,17 +454,24 @@ def test_a_newcomer_that_has_heard_of_members_waits_for_them_under_a_new_schedul
         assert kinds(run.on(w.Passed(), 15.0)) == ["Gone", "Gone", "Epoch", "RunOver"]
 
 
-def test_a_newcomer_with_its_state_that_has_not_heard_that_it_is_a_member_is_one() -> None:
-    epoch = Epoch(7, (Member(0, 10), Member(1, 11)), "pipeline 1 has come")
+@pytest.mark.parametrize("starts", [0, 1])
+def test_a_newcomer_with_its_state_that_has_not_heard_that_it_is_a_member_is_one(starts: int) -> None:
+    """But for one that has begun again with others, and has still heard of the state of an earlier start."""
+    epoch = Epoch(7, (Member(0, 10), Member(1, 11)), "pipeline 1 has come", starts=starts)
     run = Run(stages=2)
     run.incarnations = {0: 10, 1: 11}
     for stage in range(2):
         run.on(resumed(Worker(stage, 0), 10, epoch))
-        run.say(w.Enrolled, 1, SAME, stage=stage)
+        run.say(w.Enrolled, 1, SAME, Epoch(5, (Member(2, 12),), ""), stage=stage)
     assert run.say(w.Received, 1, "state-1-6001-a", 10) == []
-    again, *started = run.say(w.Received, 1, "state-1-6001-a", 10, stage=1)
-    assert again == Epoch(8, epoch.members, "the scheduler was started again")
-    assert {*started} == {w.Started(1, run.core.epoch, False)}
+    decisions = run.say(w.Received, 1, "state-1-6001-a", 10, stage=1)
+    if starts:
+        assert decisions == []
+        assert only(run.on(w.Passed(), 60.0)[:1], w.Gone).pipeline == 1
+    else:
+        again, *started = decisions
+        assert again == Epoch(8, epoch.members, "the scheduler was started again")
+        assert {*started} == {w.Started(1, run.core.epoch, False)}
 
 
 def test_a_process_that_was_replaced_does_not_come_back_to_a_new_scheduler() -> None:
