@@ -24,7 +24,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.scheduler import policy_file
 from lightning_sdpipe.scheduler.client.client import Callbacks
-from lightning_sdpipe.sync.barriers import Barriers
+from lightning_sdpipe.sync.barriers import Barriers, of_all_stages
 from lightning_sdpipe.sync.epoch_process_groups import EpochGroups
 from lightning_sdpipe.sync.mover_choice import own_host
 from lightning_sdpipe.sync.peers import Peers
@@ -240,7 +240,8 @@ class ElasticRun(TrainingRun):
             fit.go_on_from(state)
         elif answer.checkpoint:
             fit.go_on_from_file(answer.checkpoint)
-        if state is None and len(answer.epoch.members) > 1:
+        together = of_all_stages(self.groups, len(answer.epoch.members) > 1)  # each has an answer of its own
+        if state is None and any(together):
             path = answer.checkpoint or trainer.ckpt_path
             data_seed = fit.begin_together(self._there.barriers, data_seed, path)
         self.take_lead()
