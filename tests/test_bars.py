@@ -38,9 +38,9 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_671,
+    "code lines of the package": 37_675,
     "code lines of recipes, without baselines and tools": 7_063,
-    "code lines of tests": 39_077,
+    "code lines of tests": 39_087,
     "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,
 }

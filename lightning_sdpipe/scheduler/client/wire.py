@@ -548,6 +548,10 @@ class Wire:
                     self._receive()
                 if self._lifeline is not None and self._lifeline.socket.fileno() in events and self._lifeline.ended():
                     self._drop_lifeline()
+        except Exception as error:  # without heartbeats this process has no place in the run
+            reason = f"its thread that talks to the scheduler ended with {type(error).__name__}: {error}"
+            self._hear(e.Now(0, over=e.End(reason, True, True, self.talk.worker)))
+            raise
         finally:
             self._drop_lifeline()
             self._connection.close()

@@ -110,6 +110,19 @@ def test_a_proxy_whose_scheduler_is_not_there_yet_is_waited_for_and_no_key_is_bl
                 assert a.group().members == (W(0, 0),)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_process_whose_thread_for_the_scheduler_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(now: float) -> None:
+        raise KeyError("a bug")
+
+    with serving(AllReduceModels(), 1, 1) as server, clients(server.address, W(0, 0), joins=True) as (a,):
+        monkeypatch.setattr(a.wire.talk, "due", fails)
+        failure = a.first_failure(limit().total_seconds())
+    assert failure is not None
+    assert failure.worker == W(0, 0)
+    assert failure.reason == "its thread that talks to the scheduler ended with KeyError: 'a bug'"
+
+
 class TestVersions:
     """Older ones, as they were: a byte of version, then a message. Version 1 ignores frames of another version."""
 
