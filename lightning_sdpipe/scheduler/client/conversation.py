@@ -484,7 +484,7 @@ class Conversation:
         if not stranger.known:
             if self._member:  # else it is a scheduler that has not let this process in yet
                 self._life, self.earlier = stranger.life, self._heard
-            self._dealt_with.extend(self.donations)
+                self._dealt_with.extend(self.donations)
             self._open = {key: of for key, of in self._open.items() if not of.told}
             for kind, fields in tuple(self._lasting.values()) if self._member else ():
                 self._say(kind, fields, told=True)

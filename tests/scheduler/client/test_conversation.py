@@ -31,11 +31,17 @@ def kinds(requests: list[e.Request | m.Request]) -> list[str]:
     return [type(request).__name__ for request in requests]
 
 
-def enrolled() -> c.Conversation:
-    """Of a member that has said what there was to say, at 0."""
+def enrolling() -> c.Conversation:
+    """Of a process that has said so, at 0."""
     talk = c.Conversation(ME, 7)
     talk.ask(e.Enrol, {"model": "linear"})
     talk.due(0.0)
+    return talk
+
+
+def enrolled() -> c.Conversation:
+    """Of a member that has said what there was to say, at 0."""
+    talk = enrolling()
     talk.hear(e.Start(EPOCH, True))
     return talk
 
@@ -55,12 +61,14 @@ def test_a_request_is_repeated_until_it_is_answered_and_beats_go_on() -> None:
 
 
 def test_a_newcomer_tells_a_new_scheduler_of_the_members_that_it_was_to_join() -> None:
-    talk = c.Conversation(ME, 7)
-    talk.ask(e.Enrol, {"model": "linear"})
-    talk.due(0.0)
+    """And gives its state later: a scheduler before may have given a transfer the name that this one gives it."""
+    talk = enrolling()
     talk.hear(e.Waits(1, "pipeline 2 finds a donor", EPOCH))
-    talk.hear(e.Stranger())
-    assert [said.heard_of for said in talk.due(0.1) if isinstance(said, e.Enrol)] == [EPOCH] * 2
+    for life in (1, 2):
+        talk.hear(e.Stranger(life=life))
+        assert [said.heard_of for said in talk.due(life) if isinstance(said, e.Enrol)] == [EPOCH] * 2
+        talk.hear(e.Now(life << e.LIFE, donate=("state-2-1",)))
+    assert talk.donations == ("state-2-1",)
 
 
 def test_a_beat_says_at_once_what_others_wait_for() -> None:
@@ -121,9 +129,7 @@ def test_a_strangers_word_that_comes_after_it_was_let_in_is_over() -> None:
 
 def test_a_process_that_was_let_in_meanwhile_does_not_come_back() -> None:
     """Its beat was there before its enrolment, and so is the answer."""
-    talk = c.Conversation(ME, 7)
-    talk.ask(e.Enrol, {"model": "linear"})
-    talk.due(0.0)
+    talk = enrolling()
     talk.hear(e.Stranger())
     talk.hear(e.Start(EPOCH, True))
     assert talk.due(0.01) == []
@@ -183,8 +189,7 @@ def test_beats_and_a_leave_say_what_the_model_contains() -> None:
 
 
 def test_a_newcomer_knows_that_its_donor_is_another_one_by_now_though_it_still_waits_for_the_first() -> None:
-    talk = c.Conversation(ME, 7)
-    talk.ask(e.Enrol, {})
+    talk = enrolling()
     first, second = (Receive(1, donor, f"state-1-{donor}", 4) for donor in (2, 3))
     assert [type(effect) for effect in talk.hear(e.Get(first))] == [c.Replied]
     assert (talk.offered, talk.hear(e.Get(second)), talk.offered) == ("state-1-2", [], "state-1-3")
@@ -195,8 +200,7 @@ def test_a_newcomer_knows_that_its_donor_is_another_one_by_now_though_it_still_w
 )
 def test_a_newcomer_knows_that_no_donor_is_left(ends: m.Reply | e.Reply) -> None:
     """It would wait for the first one as long as a part of a state may take."""
-    talk = c.Conversation(ME, 7)
-    talk.ask(e.Enrol, {})
+    talk = enrolling()
     talk.hear(e.Get(Receive(1, 2, "state-1-2", 4)))
     talk.hear(ends)
     assert talk.offered != "state-1-2"
