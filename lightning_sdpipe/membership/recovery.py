@@ -102,8 +102,8 @@ class MemberRecovery:
         return [stage for stage in self._stages if stage not in came]
 
     def complete(self) -> bool:
-        """Return whether all members of the newest epoch are back."""
-        return not any(self.missing(member) for member in self.epoch.members)
+        """Return whether all members of the newest epoch are back; if it has none, others may have begun since."""
+        return bool(self.epoch.members) and not any(self.missing(member) for member in self.epoch.members)
 
 
 def _ends(member: Member, reason: str, roster: Roster, was_member: bool = False) -> w.Gone:

@@ -439,11 +439,12 @@ def test_a_new_scheduler_goes_on_without_those_who_do_not_come_back() -> None:
     assert over == w.RunOver("all pipelines have finished their training", failed=False), "also if it had finished"
 
 
-@pytest.mark.parametrize("come_back", [True, False])
-def test_a_newcomer_that_has_heard_of_members_waits_for_them_under_a_new_scheduler(come_back: bool) -> None:
+@pytest.mark.parametrize(("come_back", "lost"), [(True, False), (True, True), (False, False)])
+def test_a_newcomer_that_has_heard_of_members_waits_for_them_under_a_new_scheduler(come_back: bool, lost: bool) -> None:
+    """Also if those of which it has heard were all lost: others may have begun since."""
     epoch = Epoch(7, (Member(1, 11), Member(0, 10)), "")
-    run = Run(recovery_grace=10.0)
-    assert run.on(w.Enrolled(Worker(0, 2), 12, SAME, epoch), 5.0) == []
+    run, heard_of = Run(recovery_grace=10.0), Epoch(6, (), "pipeline 3 lost") if lost else epoch
+    assert run.on(w.Enrolled(Worker(0, 2), 12, SAME, heard_of), 5.0) == []
     assert run.core.deadline() == 15.0
     assert "waits for the members of the run" in run.core.waits_for(Worker(0, 2), 12)
     if come_back:
