@@ -166,8 +166,8 @@ def test_groups_of_pipelines_of_unlike_depths_are_three_models_in_one_process(tm
     trained = [[value for value, _ in ranks[rank]["dealt_batches"]] for own in ROWS for rank in own]
     assert trained[1] == trained[2], "all stages of a pipeline train the same batches"
     assert trained[3] == trained[4] == trained[5]
-    firsts = [float(y[i, 0]) for _ in range(2) for y in (targets for _, targets in loader(1)) for i in range(3)]
-    assert len(trained[0] + trained[1] + trained[3]) == len(firsts)
+    for rank in ranks:  # hooks see a turn more of a pipeline that was dealt nothing, which trains nothing
+        assert float(rank["dealt"]["count"]) == pytest.approx(2 * BATCHES * BATCH), "the pipelines' mean"
 
 
 def test_machines_may_have_unlike_numbers_of_devices_and_pipelines_unlike_numbers_of_batches(tmp_path: Path) -> None:
