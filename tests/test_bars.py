@@ -38,9 +38,9 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_675,
+    "code lines of the package": 37_666,
     "code lines of recipes, without baselines and tools": 7_036,
-    "code lines of tests": 39_087,
+    "code lines of tests": 39_084,
     "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,
 }

@@ -13,7 +13,7 @@ from lightning_sdpipe.errors import ConfigurationError, check_integer
 from lightning_sdpipe.membership.elastic_config import ElasticConfig
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.scheduler import credentials
-from lightning_sdpipe.scheduler.log.event_log import LIMIT, differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import LIMIT, read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerSettings, serve
 from lightning_sdpipe.scheduler.server.server import Endpoint, Files
 
@@ -119,7 +119,7 @@ def replay(arguments: Sequence[str]) -> int:
             print(f"its first {beginning.after} events are in no file any more, without which it cannot be played back")
             continue
         played = True
-        first = next(differences(record.policy(), record.dealer(), entries, record.membership()), None)
+        first = next(record.differences(), None)
         if first is None:
             print("the policy decides the same again")
             continue

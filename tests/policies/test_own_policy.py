@@ -20,7 +20,7 @@ from lightning_sdpipe.configuration import check
 from lightning_sdpipe.errors import SchedulerError
 from lightning_sdpipe.policies import Worker, registry
 from lightning_sdpipe.scheduler.credentials import WorkerKeys
-from lightning_sdpipe.scheduler.log.event_log import differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
 from lightning_sdpipe.simulate import simulate
 from tests.policies.scripted import straggling
@@ -94,7 +94,7 @@ def test_a_scheduler_in_this_process_and_in_another_serve_it(own: ModuleType, tm
         train(scheduler.address, credentials=scheduler.credentials)
     (record,) = read_log(log)
     assert record.beginning.policy == {"type": NAME, "size": 2}
-    assert list(differences(record.policy(), record.dealer(), record.entries)) == []
+    assert list(record.differences()) == []
 
 
 def test_a_scheduler_that_cannot_import_it_says_so(
@@ -142,7 +142,7 @@ def test_training_goes_by_it(own: ModuleType, tmp_path: Path) -> None:
     decisions: list[Any] = [group for entry in record.entries for group in entry.decisions]
     assert {group.reason for group in decisions} == {"its turn"}
     assert {len(group.members) for group in decisions} == {1, 2}
-    assert list(differences(record.policy(), record.dealer(), record.entries)) == []
+    assert list(record.differences()) == []
 
 
 def test_the_import_path_will_do(own: ModuleType) -> None:

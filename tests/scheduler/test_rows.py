@@ -13,7 +13,7 @@ from lightning_sdpipe.policies.events import Progress
 from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
-from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, Updates, differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, Updates, read_log
 from lightning_sdpipe.scheduler.rows import MOST, About, Chunk, Doing, NewRows, UpdateRow
 from lightning_sdpipe.scheduler.server import row_desk
 from lightning_sdpipe.scheduler.server.outbox import Outbox
@@ -150,7 +150,7 @@ def test_the_log_has_a_line_for_each_chunk_which_replay_skips(tmp_path: Path) ->
     ]
     assert record.updates[0] == Updates(record.updates[0].rows, About("here", "cpu", 1, 32))
     assert record.events == 0
-    assert list(differences(record.policy(), record.dealer(), record.entries)) == []
+    assert list(record.differences()) == []
 
 
 def test_the_log_has_what_workers_do_when_it_changes_and_answers_have_those_that_are_there(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sdpipe.partition.cut_step import CutModel
 from lightning_sdpipe.partition.message import NOTHING_MORE
-from lightning_sdpipe.scheduler.log.event_log import differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import read_log
 from tests.features.running import assert_same, on_four_ranks
 from tests.worker.unlike_pipelines import (
     BATCH,
@@ -152,7 +152,7 @@ def test_groups_of_pipelines_of_unlike_depths_are_three_models_in_one_process(tm
 
     (record,) = read_log(tmp_path / "scheduler.jsonl")
     assert record.depths == tuple(DEPTHS)
-    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
+    assert list(record.differences()) == []
 
     for key in ("seen", "dealt_batches"):  # copies follow after each update, within the pipeline
         for own in ROWS:

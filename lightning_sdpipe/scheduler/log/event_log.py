@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,7 @@ from lightning_sdpipe.membership.membership import Membership
 from lightning_sdpipe.policies import registry
 from lightning_sdpipe.policies.decisions import Decision
 from lightning_sdpipe.policies.events import Event, Widened, Worker
-from lightning_sdpipe.policies.policy import Policy, RefusedEvent
+from lightning_sdpipe.policies.policy import RefusedEvent
 from lightning_sdpipe.scheduler.rows import About, Chunk, Doing
 
 log = logging.getLogger(__name__)
@@ -177,6 +177,9 @@ def _before(file: BinaryIO, end: int) -> bytes:
     return file.read(end - start)
 
 
+Decided = list[Decision] | list[Lease] | list[MemberDecision]
+
+
 class Record(msgspec.Struct):
     """The entries that one scheduler has written."""
 
@@ -192,28 +195,38 @@ class Record(msgspec.Struct):
         """Number of the scheduler's events, with those in files that are gone."""
         return self.beginning.after + len(self.entries)
 
-    def policy(self) -> Policy:
-        """Return a new policy with the same values."""
-        beginning = self.beginning
-        config = registry.from_plain(beginning.policy)
-        return registry.build(config, beginning.num_stages, beginning.num_pipelines, self.depths)
-
     @property
     def depths(self) -> tuple[int, ...]:
         """Stages of each pipeline, where pipelines are cut unlike and groups are of whole pipelines; else empty."""
         return () if self.beginning.elastic is None else self.beginning.elastic.depths
 
-    def dealer(self) -> Dealer:
-        """Return a new dealer for the same workers."""
+    def differences(self) -> Iterator[Difference]:
+        """Replay the entries to a scheduler's parts as they were in the beginning; yield each entry for which they
+        decide otherwise."""
         beginning = self.beginning
-        in_doubt = int(registry.from_plain(beginning.policy).keeps_equal)
-        return Dealer(beginning.num_stages, beginning.num_pipelines, in_doubt, self.depths)
-
-    def membership(self) -> Membership:
-        """Return a new membership with the same terms."""
-        beginning = self.beginning
+        config, mesh = registry.from_plain(beginning.policy), (beginning.num_stages, beginning.num_pipelines)
+        policy = registry.build(config, *mesh, self.depths)
+        dealer = Dealer(*mesh, int(config.keeps_equal), self.depths)
         terms = beginning.elastic or ElasticConfig.of_fixed(beginning.num_pipelines)
-        return Membership(beginning.num_stages, terms, beginning.at, beginning.num_pipelines)
+        membership = Membership(beginning.num_stages, terms, beginning.at, beginning.num_pipelines)
+        for number, entry in enumerate(self.entries):
+            event = entry.event
+            recorded: Decided = entry.decisions
+            if isinstance(event, Widened):
+                dealer.on(event, entry.at)
+            try:
+                if isinstance(event, MemberEvent):
+                    decided: Decided = membership.on(event, entry.at)
+                    recorded = entry.members
+                elif isinstance(event, Asked | Trained | Books | Returned):
+                    decided, recorded = dealer.on(event, entry.at), entry.leases
+                else:
+                    decided = policy.on(event, entry.at)
+            except RefusedEvent as refused:
+                yield Difference(number, entry, refused)
+                continue
+            if decided != recorded:
+                yield Difference(number, entry, decided)
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -221,7 +234,7 @@ class Difference(msgspec.Struct, frozen=True):
 
     number: int
     entry: Entry
-    decisions: list[Decision] | list[Lease] | list[MemberDecision] | RefusedEvent
+    decisions: Decided | RefusedEvent
 
 
 def read_log(path: Path) -> list[Record]:
@@ -261,30 +274,3 @@ def _read_file(path: Path, records: list[Record]) -> None:
                 f"line {number} of {path} is not that of a scheduler's log of format {FORMAT} ({error}); sdpipe "
                 "scheduler --log writes one"
             ) from error
-
-
-def differences(
-    policy: Policy, dealer: Dealer, entries: Sequence[Entry], membership: Membership | None = None
-) -> Iterator[Difference]:
-    """Replay ``entries`` to ``policy``, ``dealer`` and, if given, ``membership``, which must be new; yield each entry
-    for which they decide otherwise."""
-    for number, entry in enumerate(entries):
-        event = entry.event
-        if isinstance(event, MemberEvent):
-            members = entry.members if membership is None else membership.on(event, entry.at)
-            if members != entry.members:
-                yield Difference(number, entry, members)
-            continue
-        if isinstance(event, Widened):
-            dealer.on(event, entry.at)
-        try:
-            if isinstance(event, Asked | Trained | Books | Returned):
-                decisions: list[Decision] | list[Lease] = dealer.on(event, entry.at)
-                recorded: list[Decision] | list[Lease] = entry.leases
-            else:
-                decisions, recorded = policy.on(event, entry.at), entry.decisions
-        except RefusedEvent as refused:
-            yield Difference(number, entry, refused)
-            continue
-        if decisions != recorded:
-            yield Difference(number, entry, decisions)

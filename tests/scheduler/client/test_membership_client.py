@@ -33,7 +33,7 @@ from lightning_sdpipe.scheduler.client.client import (
 )
 from lightning_sdpipe.scheduler.client.wire import ask_status
 from lightning_sdpipe.scheduler.credentials import make_keys
-from lightning_sdpipe.scheduler.log.event_log import differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.scheduler.log.status_page import render, to_plain
 from lightning_sdpipe.scheduler.server.server import Server
 from tests.exchange.threads import together
@@ -124,7 +124,7 @@ def test_a_newcomer_is_given_a_state_and_everybody_hears_of_the_new_epoch(tmp_pa
         assert "members         epoch 2: pipeline 5 has come\n                0 leader, 1 member" in render(status)
         assert to_plain(status)["members"]
     (record,) = read_log(log)
-    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
+    assert list(record.differences()) == []
     assert any(isinstance(entry.event, Enrolled) for entry in record.entries)
 
 

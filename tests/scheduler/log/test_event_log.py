@@ -15,7 +15,7 @@ from lightning_sdpipe.policies.all_reduce import AllReduceModels
 from lightning_sdpipe.policies.local_sgd import LocalSGD, NoSync
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler.log import event_log
-from lightning_sdpipe.scheduler.log.event_log import Beginning, Entry, EventLog, differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import Beginning, Entry, EventLog, read_log
 from lightning_sdpipe.simulate import Work, jittered, simulate
 
 W = Worker
@@ -55,7 +55,7 @@ def test_a_recorded_log_gives_the_same_decisions(config: PolicyConfig, tmp_path:
     (record,) = read_log(path)
     assert path.stat().st_mode & 0o022 == 0, "others do not write it"
     assert [(entry.at, entry.event, entry.decisions) for entry in record.entries] == run.entries
-    assert list(differences(record.policy(), record.dealer(), record.entries)) == []
+    assert list(record.differences()) == []
     assert main(["replay", str(path)]) == 0
 
 
@@ -64,7 +64,7 @@ def test_a_policy_that_decides_otherwise_is_found(tmp_path: Path, capsys: pytest
     path = tmp_path / "log.jsonl"
     write(path, LocalSGD(every=2), run.entries)
     (record,) = read_log(path)
-    first = next(differences(record.policy(), record.dealer(), record.entries))
+    first = next(record.differences())
     assert isinstance(first.entry.event, Ready)
     assert main(["replay", str(path)]) == 1
     page = capsys.readouterr().out

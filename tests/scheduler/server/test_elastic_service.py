@@ -19,7 +19,7 @@ from lightning_sdpipe.policies.partial_reduce import PartialReduce
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
-from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import Beginning, EventLog, read_log
 from lightning_sdpipe.scheduler.server.outbox import Addressed
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
@@ -114,7 +114,7 @@ def test_a_scheduler_that_was_started_again_hears_what_a_pipeline_beyond_the_pla
     assert isinstance(more, m.Dealt)
     log.close()
     (record,) = read_log(tmp_path / "log")
-    assert list(differences(record.policy(), record.dealer(), record.entries, record.membership())) == []
+    assert list(record.differences()) == []
 
 
 def test_a_run_goes_on_while_stages_of_a_pipeline_that_came_back_are_still_to_join() -> None:

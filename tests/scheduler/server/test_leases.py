@@ -20,7 +20,7 @@ from lightning_sdpipe.scheduler import membership_protocol as e
 from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.client import SchedulerClient
 from lightning_sdpipe.scheduler.client.reporting import HeardLeases
-from lightning_sdpipe.scheduler.log.event_log import differences, read_log
+from lightning_sdpipe.scheduler.log.event_log import read_log
 from recipes.harness.late_messages import DelayedLines
 from tests.scheduler.live_scheduler import clients, serving
 from tests.scheduler.server.test_service import Addressed, Dialogue, line
@@ -100,7 +100,7 @@ def test_pipelines_are_dealt_epochs_by_a_live_scheduler(tmp_path: Path) -> None:
         assert a.group() == b.group()
     each_once(got[0] + got[1], segments, 2)
     for record in read_log(path):
-        assert list(differences(record.policy(), record.dealer(), record.entries)) == []
+        assert list(record.differences()) == []
     assert main(["replay", str(path)]) == 0
 
 
