@@ -1,6 +1,6 @@
-"""States of parameters that are not the optimizer's, as entries of the optimizer's state in a checkpoint.
+"""States of parameters that a synchronizer keeps, stored in a checkpoint as entries of the optimizer's state.
 
-So they are gathered, cut and loaded as its own are, on any number of stages.
+So they are gathered, cut and loaded like its own, on any number of stages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ PREFIX = "sdpipe_"
 
 @contextmanager
 def added_to(optimizer: Optimizer, states: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[None]:
-    """Add ``states`` to the optimizer while a checkpoint is made; it may take a non-empty state for one that it has
-    begun."""
+    """Add ``states`` to the optimizer only while a checkpoint is made: it may take a non-empty state for one that it
+    has initialised."""
     known = {parameter for parameter in states if parameter in optimizer.state}
     for parameter, state in states.items():
         optimizer.state[parameter].update({PREFIX + name: value for name, value in state.items()})
@@ -32,7 +32,7 @@ def added_to(optimizer: Optimizer, states: Mapping[nn.Parameter, Mapping[str, Te
 
 
 def taken_from(optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Remove and return the added states from those that were loaded."""
+    """Remove the added states from a loaded optimizer, and return them by parameter."""
     found: dict[nn.Parameter, dict[str, Tensor]] = {}
     for parameter in [parameter for parameter in optimizer.state if isinstance(parameter, nn.Parameter)]:
         state = optimizer.state[parameter]

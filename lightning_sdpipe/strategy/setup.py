@@ -60,30 +60,30 @@ _SHOWN = 4  # ranks of a stage that are shown when the run begins
 
 @dataclass
 class Origin:
-    """Where the training of a run begins: with the first batch, or where the run of a checkpoint was."""
+    """Where training begins: at the first batch, or where the run that wrote a checkpoint was."""
 
     data_seed: int
     saved: Mapping[str, Any] = field(default_factory=dict)
-    """Random states, and numbers of updates and rounds, of the checkpoint that was loaded."""
+    """The loaded checkpoint's random states and counts of updates and rounds."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Begin where the run of a checkpoint was, which ``saved`` these values."""
+        """Begin where the run that ``saved`` these values was."""
         self.saved = saved
         self.data_seed = saved.get("data_seed", self.data_seed)
 
 
 @dataclass
 class Setup:
-    """The parts of one worker in one run of a Trainer. :meth:`prepare` makes all that its hooks call.
+    """The parts of one worker in one run of a Trainer. :meth:`prepare` makes what the strategy's hooks call.
 
     Args:
         strategy: knows the Trainer's module, devices and plugins.
-        options: those of the strategy, as they were given.
+        options: the strategy's resolved options.
         run: the run that this worker belongs to.
         parts: its stage of the module, its links and its pipeline.
         origin: where training begins; a checkpoint that is loaded later changes it.
-        gathers: give each process the whole module again in the end.
-        guard: is told which of the user's steps and hooks runs.
+        gathers: whether the processes that continue after the run get the whole module back.
+        guard: is told which of the user's steps and hooks is running.
         first_failure: context for waits for other workers.
     """
 
@@ -102,14 +102,14 @@ class Setup:
     split: Split | None = None
     """Split of the training data among pipelines, once Lightning has made the loader."""
     complete: bool = False
-    """True from the end of the strategy's setup on."""
+    """True once this object is prepared and the optimizers exist."""
     compared: bool = False
     """True once this run's pipelines have compared their training data."""
     begun: set[str] = field(default_factory=set)
-    """Checkpoints that are there or will be, as they may be written in the background."""
+    """Paths of checkpoints that exist or are being written in the background."""
     undo: list[Callable[[], object]] = field(default_factory=list)
-    """Leave module and callbacks as they were; called in order, before :func:`~lightning_sdpipe.loop.loop.change_back`
-    leaves the rest so."""
+    """Functions that restore the module and callbacks, called in order before
+    :func:`~lightning_sdpipe.loop.loop.change_back` restores the rest."""
 
     def __post_init__(self) -> None:
         assert self.strategy.lightning_module is not None
@@ -130,8 +130,9 @@ class Setup:
         """Make the objects that the strategy's hooks call, and adapt Lightning's loop and callbacks to them.
 
         Args:
-            from_leader: returns the numbers of the first rank of the pipeline that leads; every worker must call it.
-            random_states: returns all from which a resumed run continues; every worker must call it.
+            from_leader: returns the numbers that the first rank of the leading pipeline gives; every worker must call
+                it.
+            random_states: returns all that a resumed run needs to continue; every worker must call it.
         """
         seed = partial(getattr, self.origin, "data_seed")  # which calls no Python
         draws = StreamSwitches(self.trainer, self.parts.cut_model.streams, seed, self.groups, self.parts.ownership)
@@ -188,12 +189,13 @@ class Setup:
         return self.training
 
     def _scale_of_gradients(self) -> float:
-        """Return the scale of gradients during an exchange: without a flush they are divided by the loss scale
-        before."""
+        """Return the scale of gradients during an exchange: 1 without a flush, where they have been divided by the loss
+        scale."""
         return current_scale(self.strategy.precision_plugin) if self.parts.pipeline.flushes else 1.0
 
     def _average_weights(self, replica: Replica) -> None:
-        """Connect callbacks that average the weights over time, whose averages are made equal with the weights."""
+        """Connect callbacks that average the weights over time, so that their averages are made equal when the weights
+        are."""
         if not self._fits:
             return
         if (averaging := averaging_of(self._callbacks)) is not None:
@@ -227,8 +229,8 @@ class Setup:
         )
 
     def _refuse_by_hand(self, sync: Synchronizer) -> None:
-        """Raise ConfigurationError for options that manual optimization does not go with, whose steps may run any
-        number of backwards."""
+        """Raise ConfigurationError for options that do not go with manual optimization, whose steps may run any number
+        of backwards."""
         options, name = self.options, type(self.module).__name__
         asked = {
             f"num_micro_batches={options.num_micro_batches}": options.num_micro_batches > 1,
@@ -274,14 +276,14 @@ class Setup:
         return undo
 
     def _why_alike(self, sync: Synchronizer) -> str | None:
-        """Return the reason why no worker may have a learning rate of its own; None if pipelines may."""
+        """Return why no worker may have a learning rate of its own; None if pipelines may."""
         if sync.gradients is not None and self.run.mesh.num_pipelines > 1:
             return f"replicas stay equal under sync={self.options.sync!r}"
         return "stages other than the last have none" if self.options.num_stages > 1 else None
 
     def _know_names(self) -> None:
-        """Let each callback that saves know that a name is taken whose checkpoint another one still writes, and refuse
-        places where none can be."""
+        """Make each checkpoint callback treat a name as taken while another one is still writing it, and refuse
+        directories that cannot hold a distributed checkpoint."""
         callbacks: list[Any] = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
         def knowing(callback: Any) -> Callable[..., bool]:
@@ -327,17 +329,17 @@ class Setup:
     # ---------------------------------------------------------------- during the run
 
     def begin_where_it_ended(self) -> None:
-        """Let training begin with the update at which the run of a loaded checkpoint was."""
+        """Let training begin at the update that the run of the loaded checkpoint had reached."""
         assert self.training is not None
         self.training.begin_at(self.origin.saved.get("updates", 0))
         rounds: list[int] | None = self.origin.saved.get("rounds")
         if rounds and self.training.sync.rounds is not None:
             mesh = self.groups.mesh
-            stage, _ = mesh.locate(self.groups.rank)  # the lowest, if the model was cut otherwise
+            stage, _ = mesh.locate(self.groups.rank)  # the lowest, if the model was cut differently
             self.training.sync.rounds = rounds[stage] if len(rounds) == mesh.num_stages else min(rounds)
 
     def counted(self) -> dict[str, Any]:
-        """Return the numbers from which a resumed run continues: rounds are due by updates."""
+        """Return the numbers that a resumed run continues from; rounds are due by the number of updates."""
         assert self.training is not None
         return {"data_seed": self.origin.data_seed, "split": self.split, "updates": self.training.updates}
 
@@ -355,8 +357,8 @@ class Setup:
         return {"rounds": rounds.tolist()}
 
     def _meet_in_a_call(self, block: str) -> None:
-        """Have all stages come to a call of ``block`` outside of training, or refuse it."""
-        if self.parts.pipeline.flushes:  # else a neighbour takes in its next batch what was sent to it
+        """Bring all stages together at a call of ``block`` outside of training, or refuse the call."""
+        if self.parts.pipeline.flushes:  # else a neighbour takes what was sent to it for its next batch's
             self.parts.pipeline.settle()
         if self.guard.ends_evaluation and self.state.call_others():
             return
@@ -364,7 +366,7 @@ class Setup:
             self.guard.check(f"block {block!r}")
 
     def _meet_at_the_end(self, hook: str) -> None:
-        """Agree with other workers on what ``hook`` finds, which ends an epoch."""
+        """Agree with other workers on what ``hook``, at the end of an epoch, finds."""
         assert self.training is not None
         if hook == "on_train_epoch_end":
             self.parts.freezing.refuse_new_parameters()
@@ -377,8 +379,8 @@ class Setup:
     # ---------------------------------------------------------------- description
 
     def what_runs(self, plans: Sequence[Plan], scheduler: str) -> str:
-        """Describe what each rank runs, and how: what a user looks at when a run is not what was meant. ``plans`` has
-        one for each pipeline, or one for all; ``scheduler`` is its address."""
+        """Describe what each rank runs and how, so that users can check that the run is the one they meant. ``plans``
+        has one plan for each pipeline, or one for all; ``scheduler`` is the scheduler's address."""
         options, mesh = self.options, self.run.mesh
         assert self.source is not None
         if mesh.alike:
@@ -429,7 +431,8 @@ class Setup:
         """Give the user's module back as other strategies leave it, once the last checkpoint is written.
 
         Args:
-            failed: tensors may be in use, and the others need not come; the error counts.
+            failed: whether the run failed. Tensors may then be in use, and other workers gone, so nothing is moved or
+                gathered.
             keepers: ranks of the processes that continue, which get the whole module.
         """
         self.checkpoints.wait()

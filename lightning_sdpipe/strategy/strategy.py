@@ -229,28 +229,28 @@ class SDPipeStrategy(DDPStrategy):
             start_method=start_method,
         )
         if parallel_devices is not None:
-            self.parallel_devices = list(parallel_devices)  # of which an elastic run takes its own
+            self.parallel_devices = list(parallel_devices)  # an elastic run takes its own of them
 
     brought_home: Mapping[str, Any] = {}
-    """Results that the worker of rank 0 sent at the end, in a process that is no worker."""
+    """Results that rank 0's worker sent at the end, in a process that is not a worker."""
     _set_up: Setup | None = None
-    """This worker's parts in the Trainer's run; None in a process that is no worker, and before setup."""
+    """This worker's parts in the Trainer's run; None in a process that is not a worker, and before setup."""
     _origin: Origin
     """Where training begins."""
     _plans: tuple[nn.Module, Sequence[plan.Plan]] | None = None
-    """Plan of each pipeline, or one that all have, and the module, which is cut once."""
+    """The module, which is cut once, and the plan of each pipeline, or one for all."""
     _undo: Sequence[Callable[[], object]] = ()
-    """Undo what was done to this process, in order."""
+    """Functions that undo what was done to this process, in order."""
     _restores_late: bool | None = None
     """Value of :attr:`restore_checkpoint_after_setup` in this run, once it is known."""
     _weights_only: bool | None = None
-    """What the Trainer's method was given, which Lightning does not pass on where it restores late."""
+    """The argument of the Trainer's method, which Lightning does not pass on where it restores late."""
     _failed = False
     _lacks_checkpoint = False
     """True if the last checkpoint was not written."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: all but the run that has been, whose results it keeps."""
+        """Return the state of a copy: all but the past run, of which it keeps the results."""
         kept = {name: value for name, value in super().__getstate__().items() if name not in _OF_A_RUN}
         return kept | {"brought_home": self.costs()}
 
@@ -287,7 +287,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """Devices of this machine: those of the Trainer, or among them those of an elastic run."""
+        """Devices of this machine: the Trainer's, or those of them that an elastic run uses."""
         return super().parallel_devices
 
     @parallel_devices.setter
@@ -315,7 +315,7 @@ class SDPipeStrategy(DDPStrategy):
         self._refuse_unfit(trainer)
         if not options.batch_by_speed:
             refuse_small_batches(module, given.get("train_dataloaders"), options.num_micro_batches)
-        if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):  # else the model is not there
+        if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):  # else there is no model yet
             plan.check(module, options.blocks, options.all_cuts)
 
     def _refuse_unfit(self, trainer: Trainer) -> None:
@@ -370,7 +370,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @cached_property
     def _run(self) -> TrainingRun:
-        """Run as this worker sees it: with a fixed number of workers, or elastic."""
+        """The run as this worker sees it: with a fixed number of workers, or elastic."""
         kind = TrainingRun if self.options.job is None else ElasticRun
         return kind(self.options, self, self._give_up)
 
@@ -389,7 +389,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of all workers' ranks. Where devices are placed, it is known once the ranks have gathered."""
+        """Mesh of all workers' ranks. With a placement it is known once the ranks have gathered."""
         return self._run.mesh
 
     @property
@@ -405,7 +405,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def training(self) -> Training:
-        """Training of this worker in each turn of the loop."""
+        """What this worker does in each turn of the loop."""
         training = None if self._set_up is None else self._set_up.training
         assert training is not None, "setup makes it"
         return training
@@ -425,12 +425,13 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def seconds_waiting_for_pipeline(self) -> float:
-        """Seconds that this worker stood still for the neighbouring stages of its pipeline, validation included. In a
+        """Seconds that this worker has waited for the neighbouring stages of its pipeline, validation included. In a
         process that has started all workers, rank 0's, as with :attr:`statistics`."""
         return float(self._cost("seconds_waiting_for_pipeline"))
 
     def costs(self) -> Mapping[str, Any]:
-        """Return this worker's values of the two; in a process that has started all workers, those that came home."""
+        """Return this worker's values of the two properties above; in a process that has started all workers, those
+        that rank 0 sent."""
         if self._set_up is None or self._set_up.training is None:
             return self.brought_home
         training = self._set_up.training
@@ -506,8 +507,8 @@ class SDPipeStrategy(DDPStrategy):
         return made
 
     def _plan_stages(self, trainer: Trainer, fits: bool) -> Sequence[plan.Plan]:
-        """Return the plans of a module, which is cut once: each rank has let go of the other stages when it runs
-        again."""
+        """Return the plans of the module, which is cut once: when it runs again, each rank has already let go of the
+        other stages."""
         if self._plans is None or self._plans[0] is not self.module:
             plans = partial(self._make_plans, trainer)
             cuts = self.options.all_cuts
@@ -555,8 +556,8 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def reads_inputs(self) -> bool:
-        """True if this worker runs the first blocks. A data module whose inputs go to those alone may leave them unread
-        elsewhere, and give :func:`~lightning_sdpipe.pipeline.data.stand_in` of their shape."""
+        """True if this worker runs the first blocks. Elsewhere a data module need not read inputs that only those
+        blocks use, and may give :func:`~lightning_sdpipe.pipeline.data.stand_in` of their shape instead."""
         return self.mesh.locate(self.global_rank)[0] == 0
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -586,7 +587,7 @@ class SDPipeStrategy(DDPStrategy):
 
     def on_train_start(self) -> None:
         self._parts.freezing.refuse_new_parameters()
-        # by now Lightning has noted the handlers of signals that it puts back in the end
+        # by now Lightning has noted the signal handlers that it puts back at the end
         self._made.undo.append(meter.count_collections())
         self.training.begin()
 
@@ -605,7 +606,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Average no gradients after the backwards of the block: they accumulate until one after it."""
+        """Average no gradients after the backwards in the ``with`` block: they accumulate until a backward after it."""
         backwards = self.training.backwards
         backwards.blocked = True
         try:
@@ -672,8 +673,8 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def _ends_alone(self) -> bool:
-        """True while this process ends by an exception: no other may come to what it does with others, so it does that
-        by itself."""
+        """True while this process ends with an exception: other processes may not come to its collectives, so it does
+        without them."""
         module = self.lightning_module
         return (
             module is not None
@@ -683,7 +684,7 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        """True where there is no other process to ask: while this one ends by an exception, and before a run."""
+        """True where there is no other process to ask: while this one ends with an exception, and before a run."""
         return self._ends_alone or not self._run.opened
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
@@ -744,8 +745,8 @@ class SDPipeStrategy(DDPStrategy):
 
     @contextmanager
     def _together(self, purpose: str, group: dist.ProcessGroup | None = None, cause: str = "") -> Iterator[None]:
-        """Bring this worker together with others, all of them by default, for the block; they may be anywhere when it
-        begins. Before others have been started there is no rank to wait for."""
+        """Bring this worker together with ``group``, by default all workers, for the block; they may be anywhere when
+        it begins. Before a run there is no rank to wait for."""
         if self._set_up is not None and self._set_up.training is not None:
             self._set_up.training.come_together()
         if not self._run.opened:
@@ -776,8 +777,8 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """False where Lightning's own order holds: each worker has the whole module, with its weights, before it is set
-        up. A cut module gets its stage's part; what is on ``meta`` has no weights before; and a newcomer of an elastic
+        """False if Lightning's own order holds: each worker has the whole module, with its weights, before it is set
+        up. A cut module gets its stage's part, one on ``meta`` has no weights until then, and a newcomer to an elastic
         run gets another pipeline's state."""
         if self._restores_late is None:
             options = self.options
@@ -871,8 +872,7 @@ class SDPipeStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
 
     def _random_states(self) -> dict[str, Any]:
-        """Return all from which a resumed run goes on, counts of updates and rounds included: rounds are due by
-        updates."""
+        """Return all that a resumed run needs to continue, counts of updates and rounds included."""
         if self._ends_alone:  # no other process is waited for
             return self._made.counted()
         return self._made.counted() | self._made.rounds_by_stage() | dict(self._run.random_states())
@@ -887,7 +887,8 @@ class SDPipeStrategy(DDPStrategy):
 
     @property
     def injector(self) -> DelayInjector:
-        """Injector of ``delays``: seconds that this worker computed, and that it was made to sleep."""
+        """Injector of ``delays``; it counts the seconds that this worker computed and those that it was made to
+        sleep."""
         return self._parts.delays
 
     def on_exception(self, exception: BaseException) -> None:
