@@ -10,8 +10,7 @@ and the end of training come at the same number everywhere. A pipeline that reac
 When the others meet somewhere, it follows them there through absences: turns in which it trains nothing. When every
 pipeline has one batch left, all train it, and the epoch ends for all of them at once.
 
-A :data:`Split` of the data says by which batches a run counts, and so whether it may go on within an epoch of another
-run.
+A :data:`Split` says how a run divides an epoch into batches, and so whether another run can continue within that epoch.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ def split_of(loader: Any, num_pipelines: int) -> Split | None:
 
 
 def find_place(trainer: Trainer, before: Split | None, now: Split | None, loader: Any) -> bool:
-    """Move ``trainer`` to the place in the split ``now`` where a checkpoint that counts by ``before`` ended, if it goes
-    on within that epoch. Return False if there is no such place.
+    """Move ``trainer`` to the place in the split ``now`` where a checkpoint of a run with the split ``before`` ended,
+    if that is within an epoch. Return False if there is no such place.
 
     Replica i of N trains samples i, i + N, ... of the epoch's order. So when each of N pipelines has trained b batches
     of B samples, the first b N B samples of that order are done, which are those of b N B / (N' B') batches of N'
-    pipelines. If that is no whole number, the rest of the samples are trained again.
+    pipelines. If that is not a whole number, it is rounded down, and the samples beyond it are trained again.
     """
     done = batches_done(trainer)
     if not done or before == now:
@@ -68,15 +67,14 @@ def find_place(trainer: Trainer, before: Split | None, now: Split | None, loader
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Return the batches that each pipeline has trained of the epoch within which a checkpoint goes on; 0 if it does
-    not."""
+    """Return how many batches of the epoch each pipeline has trained, if a checkpoint resumes within one; else 0."""
     loop: Any = trainer.fit_loop
     progress = loop.epoch_loop.batch_progress
     return progress.current.processed if loop.restarted_mid_epoch and not progress.is_last_batch else 0
 
 
 def move_to(trainer: Trainer, number: int | float) -> None:
-    """Make a checkpoint that was loaded one of ``number`` batches of its epoch."""
+    """Move the progress that a checkpoint restored to ``number`` batches of its epoch."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     moved = number - progress.processed
     for name in ("ready", "started", "processed", "completed"):  # these may differ, by where the checkpoint was written
@@ -84,8 +82,8 @@ def move_to(trainer: Trainer, number: int | float) -> None:
 
 
 def place_in(now: Split | None, before: Split | None, done: int) -> int | None:
-    """Return how many batches of each pipeline of the split ``now`` are done when so many of each of ``before`` are;
-    None if these are batches of other data, or of unknown sizes."""
+    """Return how many batches of each pipeline are done in the split ``now`` when ``done`` are in ``before``; None if
+    the two are of different data, or their batch sizes are unknown."""
     if now is None or before is None or len(before) != 3 or not now[2] or not before[2]:
         return None
     (n, batches, size), (earlier, earlier_batches, earlier_size) = now, before
@@ -96,7 +94,7 @@ def place_in(now: Split | None, before: Split | None, done: int) -> int | None:
 
 
 def refuse_other_split(before: Split | None, now: Split | None) -> ConfigurationError:
-    """Return the error where that cannot be."""
+    """Return the error for a checkpoint that cannot be continued within its epoch."""
     return ConfigurationError(
         f"The checkpoint is from the middle of an epoch of {_described(before)}, and this run has {_described(now)}, "
         "so it is not known which samples remain. Resume with the same data, and with the same batch size and number "
@@ -126,7 +124,7 @@ class Turns(Protocol):
 
     @property
     def underway(self) -> bool:
-        """True while batches are dealt, so that each pipeline is at a number of its own until the next sync point."""
+        """True while batches are dealt: each pipeline is at a batch number of its own until the next sync point."""
 
     @property
     def first_failure(self) -> AbstractContextManager[None]:
@@ -138,10 +136,11 @@ class Turns(Protocol):
 
     @property
     def loose(self) -> int:
-        """Number of the last mini-batches of this pipeline that no other one's model has, and that are lost with it."""
+        """Number of this pipeline's latest mini-batches that no other pipeline's model has, and that are lost with
+        it."""
 
     def show(self, metrics: Mapping[str, float]) -> None:
-        """Show people these metrics, the newest that all workers have."""
+        """Show users these metrics, the newest that all workers have."""
 
     def pause(self) -> None:
         """Finish what is in the pipeline, and make all replicas equal."""
@@ -153,15 +152,16 @@ class Turns(Protocol):
         """Wait with only the last batch left; return where the others meet next."""
 
     def begin_turn(self, has_batch: bool, gives_nothing: bool = False) -> None:
-        """Begin a turn, with a batch to train or without; it goes on as the one before it did unless told otherwise.
-        Without one it may take part in the round of those that have one, to which it ``gives_nothing``."""
+        """Begin a turn, with a batch to train or without; without this call it is like the one before. Without a batch
+        it may take part in the round of those that have one, to which it ``gives_nothing``."""
 
     def begin_dealt(self) -> None:
         """Begin a segment of dealt batches. All workers are together, and take part from now on."""
 
     @property
     def called(self) -> int | None:
-        """A number if the other pipelines expect this one in an exchange for which it is ready while it trains."""
+        """Life of the scheduler if the other pipelines expect this one in an exchange for which it is ready while it
+        trains; else None."""
 
     def take_part(self, called: int) -> None:
         """Take part in that exchange after this turn."""
@@ -173,13 +173,13 @@ class Turns(Protocol):
         """Rest while there is no batch: finish what is in the pipeline, and hold up no other pipeline."""
 
     def go_on(self) -> None:
-        """Go on, as there is a batch again."""
+        """Go on: there is a batch again."""
 
     def stop_dealing(self) -> None:
         """Ask for the end of the segment before all of it is dealt."""
 
     def end_dealt(self) -> None:
-        """End the segment, which is over for all pipelines, and come together with them."""
+        """End the segment, which all pipelines have finished, and come together with them."""
 
 
 class BatchSource(Protocol):
@@ -190,15 +190,15 @@ class BatchSource(Protocol):
 
     @property
     def resumes(self) -> bool:
-        """True if an epoch of a checkpoint goes on where it ended."""
+        """True if an epoch resumes where the checkpoint ended."""
 
     @property
     def position(self) -> int | None:
-        """Position of this turn's batch in the epoch; None if it follows the number of the turn."""
+        """Position of this turn's batch in the epoch; None if it follows from the number of the turn."""
 
     @property
     def portion(self) -> Portion | None:
-        """Portion that this turn's batch is of one that all pipelines train together; None if they do not."""
+        """The portion of all pipelines' joint batch that this turn's batch is; None if each trains its own."""
 
     @property
     def zeroes_gradients(self) -> bool:
@@ -282,7 +282,7 @@ class ShardBatchSource:
 
     @property
     def zeroes_gradients(self) -> bool:
-        """True if an accumulation begins; see :class:`BatchSource`, as for the others."""
+        """True if an accumulation begins. For the other members see :class:`BatchSource`."""
         return begins_accumulation(self._trainer)
 
     def deal(self, loader: Any, split: Split | None) -> None:

@@ -62,11 +62,11 @@ class SourceInputs:
         client: deals batches.
         groups: this worker's process groups.
         checks: says when all look at the clock.
-        run: a number of this fit, equal on all workers and no other fit's.
+        run: a number of this fit, the same on all workers and different from any other fit's.
         seed: that of the data.
         origin: the split of the data that a checkpoint counts by, if one was loaded.
-        required: the user asked for it; else what cannot be dealt is trained as shards.
-        on_any_worker: returns whether it is so on any worker; every worker must ask.
+        required: the user asked for dealing; otherwise what cannot be dealt is trained as shards.
+        on_any_worker: returns whether its argument is true on any worker; every worker must call it.
         reason: why this run should not deal, whatever its loader; None if it may.
     """
 
@@ -84,7 +84,7 @@ class SourceInputs:
 
 
 class DealtBatchSource:
-    """Batches that go to the pipelines by their speed; each trains its own shard where the loader's cannot."""
+    """A source that deals batches to pipelines by their speed; each trains its own shard where they cannot be dealt."""
 
     description = "dealt by speed if the loader allows it"
     portion = None
@@ -100,7 +100,7 @@ class DealtBatchSource:
         self._by_hand = not trainer.lightning_module.automatic_optimization
         self._counters = EqualSplit(trainer, lambda: self._closes, self._by_hand)
         self._split: Split | None = None
-        self._dealt: DealtBatches | None = None  # None if the loader's batches cannot be
+        self._dealt: DealtBatches | None = None  # None if the loader's cannot be dealt
         self._segment: Segment | None = None
         self._next: DealtBatch | None = None
         self._now: DealtBatch | None = None
@@ -300,7 +300,7 @@ class DealtBatchSource:
         self._client.trained(self._trained, self._turns.loose)
 
     def _wait(self) -> None:
-        """Wait for others, until there is something to train, or will not be in this segment."""
+        """Wait for others until there is something to train, or until this segment has nothing more."""
         with self._turns.first_failure:
             while self._next is None and self._batches.wait():
                 self._next = self._batches.take()
@@ -327,14 +327,14 @@ class DealtBatchSource:
             split.advance(before, min(max(self._reached(before), before), self._stop - 1), trained)
 
     def _reached(self, before: int) -> int:
-        """Return what each of equal pipelines has trained before the next batch of this one."""
+        """Return the number of batches of an equal split before the next batch of this pipeline."""
         assert self._next is not None
         return math.floor(self._next.progress / self._num_pipelines + 1e-9)
 
 
 def batch_to_show(loader: Any) -> Any:
-    """Return what hooks see of a turn without a batch. The data set goes on as if it had not been asked: a copy of it,
-    over the same tensors, is asked instead, if it can be copied."""
+    """Return the batch that hooks see in a turn without one. It comes from a copy of the data set over the same
+    tensors, if one can be made, so the data set itself stays as it was."""
     shown, nested = copy.copy(loader), [loader.dataset]
     while isinstance(inner := getattr(nested[-1], "dataset", None), Dataset):  # that of a Subset
         nested.append(inner)

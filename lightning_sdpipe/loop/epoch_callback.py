@@ -6,8 +6,8 @@ drawn between steps, by hooks and by anything that they call, comes from streams
 what is equal in all pipelines stays so. An optimizer draws from one for each stage, which updates other parameters.
 
 Where an epoch ends, Lightning reduces the logged values one by one, in the order in which they were logged. A pipeline
-that has logged others, such as the loss of each class in a batch, would be at another value, and numbers that have
-nothing to do with each other would be reduced. So the replicas of a stage agree on them first.
+that has logged others, such as the loss of each class in a batch, would be at another value, and unrelated numbers
+would be reduced together. So the replicas of a stage agree on them first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KINDS = {stage.value: number for number, stage in enumerate(RunningStage)}
 
 
 class Point(IntEnum):
-    """Points at which a stream begins that is equal on all workers."""
+    """Points at which a random stream that is equal on all workers begins."""
 
     BATCH_START = 0
     STEP_ENDED = 1
@@ -59,7 +59,7 @@ class Point(IntEnum):
 
 
 class StreamSwitches:
-    """Follows the batches of ``trainer``'s loops until :meth:`undo`.
+    """Switches random streams with the batches of ``trainer``'s loops until :meth:`undo`.
 
     Args:
         trainer: about to run.
@@ -86,7 +86,7 @@ class StreamSwitches:
         self._num_pipelines = groups.mesh.num_pipelines
         self._alike = groups.mesh.alike
         self.stream: tuple[int, ...] = ()
-        """Names of the streams of the batch that is with its step now."""
+        """Numbers that name the streams of the current batch."""
         self._common = mixed(_BETWEEN_STEPS)  # state of the seeds of those between steps, around that batch
         self._updates = 0  # since that batch came
         self._module = trainer.lightning_module
@@ -113,11 +113,11 @@ class StreamSwitches:
         self._streams.begin(self._seed(), self._trainer.current_epoch, batches, crc32(hook.encode()))
 
     def end_update(self, optimizer: object) -> None:
-        """The optimizer has stepped.
+        """Begin the stream that follows an optimizer's step.
 
         Raises:
-            ConfigurationError: it has drawn random numbers for parameters that several stages hold, or where stages
-                have no replicas that draw alike.
+            ConfigurationError: the optimizer has drawn random numbers for parameters that several stages hold, or where
+                stages have no replicas that draw alike.
         """
         if (self._shared or not self._alike) and self._streams.drawn_from():
             if not self._alike:
@@ -136,12 +136,12 @@ class StreamSwitches:
         self.between_steps(Point.UPDATED)
 
     def go_on(self, optimizer: object) -> None:
-        """An optimizer has stepped within a training step, whose draws go on in another stream of its batch."""
+        """Switch to another stream of the batch after an optimizer has stepped within its training step."""
         self.end_update(optimizer)
         self._streams.begin(*self.stream, 0, self._updates)
 
     def _end_closure(self, model: Any, optimizer: Any) -> None:
-        """Begin the stream of the optimizer's step: gradients are there, and hooks and clipping have had them."""
+        """Begin the stream of the optimizer's step, after the hooks of the backward and clipping."""
         self._after_closure(model, optimizer)
         self._streams.begin(Point.UPDATE, self._updates, self._stage, state=self._common)
 
@@ -175,13 +175,13 @@ class EpochCallback(Callback):
     Args:
         groups: this worker's process groups.
         turns: those of this worker.
-        share: returns the metrics that all workers get from those of each; it returns its argument where they stay
-            local.
+        share: takes this worker's metrics and returns those that all workers get; it returns its argument where they
+            stay local.
         random_states: returns those of all workers, for a checkpoint.
         checks: says when all look at the clock.
-        draws: begin the streams that hooks draw from.
-        meet: makes workers agree on what the hook of this name, which ends an epoch, finds on all of them.
-        loaded: the random states of a checkpoint that has been loaded; None if none has yet.
+        draws: begins the streams that hooks draw from.
+        meet: makes workers agree on what the hook of this name, at the end of an epoch, finds.
+        loaded: the random states of the loaded checkpoint; None if none has been loaded yet.
     """
 
     def __init__(
@@ -204,9 +204,9 @@ class EpochCallback(Callback):
         self._meet = meet
         self._to_load = loaded
         self._saving: list[Callback] = []
-        """Callbacks that save after so many steps."""
+        """Callbacks that save every n steps."""
 
-    # Lightning asks every callback for these at each batch, and passes over what is none
+    # Lightning asks every callback for these at each batch, and skips what is None
     on_before_zero_grad = on_before_backward = on_after_backward = on_before_optimizer_step = None  # type: ignore[assignment]
 
     def put_first(self, trainer: Any) -> None:
@@ -218,7 +218,7 @@ class EpochCallback(Callback):
         trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return this one: it is the run's, and the user copies the callbacks of a Trainer."""
+        """Return this object: it belongs to the run, and users may copy a Trainer's callbacks."""
         return self
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -317,10 +317,10 @@ class EpochCallback(Callback):
 
 def agree(trainer: Trainer, groups: ProcessGroups) -> None:
     """Make the replicas of this stage reduce the same values next, in one order: all that any of them has logged. A
-    mean is that over those that logged it. All of them must call it.
+    mean is taken over those that logged it. All of them must call it.
 
     Raises:
-        WorkerFailedError: another one is gone.
+        WorkerFailedError: another replica is gone.
     """
     replicas = dist.get_process_group_ranks(groups.stage)
     if len(replicas) == 1:
@@ -332,7 +332,7 @@ def agree(trainer: Trainer, groups: ProcessGroups) -> None:
 
 
 def agree_in_evaluations(trainer: Trainer, groups: ProcessGroups, first_failure: AbstractContextManager[None]) -> None:
-    """Let the replicas of this stage agree where the evaluation of a dataloader ends."""
+    """Make the replicas of this stage :func:`agree` at the end of each dataloader's evaluation."""
 
     def agreeing(evaluation: object) -> Callable[[], None]:
         def store() -> None:

@@ -31,7 +31,8 @@ class EqualSplit:
         trainer: about to fit.
         closes: returns whether the batch of this turn ends an accumulation of gradients of this pipeline.
         by_hand: whether the training step steps optimizers itself, as often as it likes (manual optimization). Then
-            each of equal pipelines is taken to step as often on a batch as this one has in this segment, or last.
+            each pipeline of an equal split is assumed to step as often on a batch as this one in this segment, or else
+            in the last.
     """
 
     def __init__(self, trainer: Trainer, closes: Callable[[], bool], by_hand: bool = False) -> None:
@@ -55,13 +56,13 @@ class EqualSplit:
 
     @property
     def number(self) -> int:
-        """Number of batches of the epoch that each of equal pipelines has begun."""
+        """Number of batches of the epoch that each pipeline has begun in an equal split."""
         number: int = self._loop.batch_progress.current.ready
         return number
 
     def advance(self, before: int, now: int, trained: bool = True) -> None:
-        """Move the counters to ``now`` at the end of the turn at number ``before``, which ``trained`` a batch or
-        not."""
+        """Move the counters to ``now`` at the end of the turn at number ``before``, which may have ``trained`` a
+        batch."""
         loop, steps = self._loop, self._steps(now)
         if trained:
             self._turns += 1
@@ -76,8 +77,8 @@ class EqualSplit:
         set_logged_steps(self._trainer, logged)
 
     def agree(self, from_leader: Callable[[list[float]], list[float]]) -> None:
-        """Count as many steps as the leader where a segment has ended, and all workers are together: ``from_leader``
-        gives them its numbers."""
+        """Take over the leader's count of steps at the end of a segment, where all workers are together;
+        ``from_leader`` returns the leader's numbers."""
         if self._by_hand:
             (total,) = from_leader([float(self._earlier_updates[0] + self._counted(self.number))])
             self._count(int(total) - self._earlier_updates[0])
@@ -90,7 +91,7 @@ class EqualSplit:
         return loop.automatic_optimization.optim_progress.optimizer.step
 
     def _counted(self, number: int) -> int:
-        """Return the steps that count after ``number`` batches, beside those of earlier segments or epochs."""
+        """Return how many steps are counted after ``number`` batches, besides those of earlier segments or epochs."""
         if not self._by_hand:
             return self._steps(number)
         pace = self._made / self._turns if self._turns else self._pace
@@ -98,7 +99,7 @@ class EqualSplit:
 
     @property
     def _most(self) -> float:
-        """The steps that may count before all workers are together: at ``max_steps`` Lightning ends the epoch."""
+        """The most steps to count before all workers are together: at ``max_steps`` Lightning ends the epoch."""
         limit = self._loop.max_steps if self._by_hand else -1
         return math.inf if limit == -1 else limit - 1 - self._earlier_updates[0]
 
@@ -108,7 +109,7 @@ class EqualSplit:
             tracker.ready = tracker.completed = earlier + steps
 
     def update_schedulers(self, plateau: bool) -> None:
-        """Step the schedulers of the learning rate that step with updates, once for each that has passed."""
+        """Step the learning-rate schedulers that step by update, once for each update that has passed."""
         current = self._loop.batch_progress.current
         for number in self._passed:
             if self._steps(number) > self._steps(number - 1):
@@ -123,13 +124,13 @@ class EqualSplit:
         return int(self._trainer.num_training_batches)
 
     def _steps(self, number: int) -> int:
-        """Return the updates of an epoch after ``number`` batches, on each of equal pipelines."""
+        """Return how many updates of an epoch each pipeline has made after ``number`` batches of an equal split."""
         whole, more = divmod(number, self._trainer.accumulate_grad_batches)
         return whole + (number == self._end and more > 0)
 
     def _logged(self, before: int, now: int) -> int:
-        """Return what counts for loggers before this turn ends. A step to be logged that is passed over is logged late,
-        at its number."""
+        """Return the number of steps to give loggers before this turn ends. A step whose logging was passed over is
+        logged late, at its number."""
         every = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and now // every > before // every and now != self._earlier_logs + self._steps(self._end):
             now -= now % every
@@ -137,7 +138,7 @@ class EqualSplit:
 
 
 def next_sync_point(trainer: Trainer, checks: ClockChecks, by_hand: bool = False) -> int:
-    """Return after how many batches of this epoch, on each of equal pipelines, the next sync point comes: validation, a
+    """Return after how many batches of this epoch, in an equal split, the next sync point comes: validation, a
     checkpoint, a look at the clock, ``max_steps``, or the end of the epoch. ``by_hand`` is as for
     :class:`EqualSplit`."""
     loop: Any = trainer.fit_loop.epoch_loop
@@ -148,8 +149,8 @@ def next_sync_point(trainer: Trainer, checks: ClockChecks, by_hand: bool = False
     steps_before: int = trainer.global_step - start // accumulate
 
     def number_at(step: int) -> int:
-        """Return after how many batches so many steps have been made; in manual optimization, if each batch has as many
-        as those before, of which there must be one."""
+        """Return after how many batches ``step`` steps have been made. In manual optimization, batches are assumed to
+        take as many steps as those before; without any, return the next one."""
         if not by_hand:
             return (step - steps_before) * accumulate
         batches: int = loop.batch_progress.total.ready
@@ -173,13 +174,13 @@ def next_sync_point(trainer: Trainer, checks: ClockChecks, by_hand: bool = False
 
 
 def saving_by_steps(trainer: Any) -> list[ModelCheckpoint]:
-    """Return the callbacks of ``trainer`` that save after every so many steps."""
+    """Return the callbacks of ``trainer`` that save every n steps."""
     found = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return [callback for callback in found if steps_between_saves(callback) > 0]
 
 
 def save_at_sync_points(trainer: Trainer, underway: Callable[[], bool]) -> None:
-    """Keep them from saving where a number of steps is seen again, or early, while pipelines are ``underway``."""
+    """Keep these callbacks from saving while pipelines are ``underway``: a step number may then come early or twice."""
 
     def changed(callback: Any) -> Callable[..., None]:
         def on_train_batch_end(*arguments: Any, **kwargs: Any) -> None:

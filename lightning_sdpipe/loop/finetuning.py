@@ -19,7 +19,8 @@ Groups = list[dict[str, Any]]
 
 def adapt_finetuning(callbacks: Sequence[Callback], whole_groups: Callable[[int], Groups]) -> Callable[[], None]:
     """Let finetuning callbacks remember the groups of the whole optimizer, and find what is in a group by identity:
-    Lightning compares values, which those of other stages do not have. Return a function that undoes the second."""
+    Lightning compares values, which parameters of other stages do not have. Return a function that undoes the
+    latter."""
     finetuning = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
 
     def stored(callback: BaseFinetuning) -> Callable[..., None]:

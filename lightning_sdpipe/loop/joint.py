@@ -1,8 +1,8 @@
 """Turns of Lightning's loop in which all pipelines train one batch together, each as many micro-batches of it as its
 speed allows.
 
-Pipelines tell each other how long they compute for a micro-batch: after a few rounds, then after ever more. The next
-division follows from that, equally on all workers (:mod:`~lightning_sdpipe.dealing.joint_rounds`).
+Pipelines tell each other how long they compute for a micro-batch: after a few rounds, then less and less often. From
+that all workers derive the same next division (:mod:`~lightning_sdpipe.dealing.joint_rounds`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class OwnPart:
         trainer: about to fit.
         groups: this worker's process groups.
         delays: measures how long this worker computes.
-        division: P, the micro-batches of a mini-batch at equal speeds, and the number whose multiple a schedule needs.
+        division: P, the micro-batches of a mini-batch at equal speeds, and the number of which the schedule needs a
+            multiple.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class OwnPart:
         self._trainer, self._delays, mesh = trainer, delays, groups.mesh
         self.pipeline, self._num_pipelines, depths = mesh.locate(groups.rank)[1], mesh.num_pipelines, mesh.depths
         self._parts, unit = division
-        self.rounds = JointRounds(  # an elastic run knows one depth, that of all
+        self.rounds = JointRounds(  # all pipelines of an elastic run have one depth
             self._num_pipelines, self._parts, unit, lambda pipeline: depths[pipeline % len(depths)] - 1
         )
         self._batches: PlacedBatches | None = None
@@ -103,8 +104,8 @@ class OwnPart:
         return self._counted - before
 
     def take(self) -> tuple[Any, Portion | None]:
-        """Return the batch of this pipeline's micro-batches of the next turn, and which they are; None if it has
-        none."""
+        """Return this pipeline's micro-batches of the next turn as one batch, and which they are; None for both without
+        any."""
         mine = self.rounds.turn().get(self.pipeline)
         return self.batches.take(mine, self.rounds.ahead(self.pipeline)) if mine else (None, None)
 
@@ -135,7 +136,7 @@ class JointBatchSource:
         self._trainer, self._groups, self._own, self._seed, self._origin = trainer, groups, own, seed, origin
         self._everyone = range(len(groups.mesh.depths))
         self.portion: Portion | None = None
-        """Portion that this turn's batch is."""
+        """The portion of the joint batch that this turn's batch is."""
         self._at: tuple[int, int] | None = None  # epoch and round that come next
         self._trained: int | None = None  # micro-batches since the last look; None before the first
 
@@ -204,7 +205,7 @@ class JointBatchSource:
 
     def _measured(self) -> list[float]:
         """Return the seconds that each pipeline has computed for a micro-batch since the last comparison: its slowest
-        stage's. At first they are not known, since a first round makes what the others find."""
+        stage's. At first they are 0, for unknown: a first round makes what later ones find."""
         computed = self._own.computed()
         mine = torch.zeros(len(self._everyone), device=self._trainer.strategy.root_device)
         if self._trained:

@@ -7,9 +7,9 @@ same time. What it does between batches is changed here, in the loop of one Trai
   rank 0's worker. Here a worker that receives SIGTERM fails like any other, and the scheduler tells the rest.
 - After every batch, it broadcasts whether rank 0's clock says that training ends or a checkpoint is due, and asks each
   rank's own clock whether to validate. Here all look at the clock after batches that they have agreed on.
-- A rank whose user sets ``trainer.should_stop`` would stop by itself. Here all stop at the next point where all meet,
-  which comes at once where batches are dealt.
-- A rank whose data end sooner would end the epoch by itself. Here it counts on, until all are at the end.
+- A rank on which ``trainer.should_stop`` is set would stop alone. Here all stop at the next point where all meet, which
+  comes at once where batches are dealt.
+- A rank whose data end sooner would end the epoch alone. Here it counts on, until all are at the end.
 - Every rank would train as many batches as the others. Here they may be dealt by speed.
 """
 
@@ -38,18 +38,18 @@ from lightning_sdpipe.loop.batch_source import BatchSource, Turns, batches_done,
 _SOONEST, _LATEST = 1, 2**40
 _NOTHING = nullcontext()
 _ROUNDING = 1e-3
-"""Seconds by which what is due is made so without a doubt."""
+"""Seconds by which a due feature is set past its time, so that rounding cannot hide it."""
 
 
 @dataclass(frozen=True)
 class Countdown:
-    """A feature of a Trainer that is due by the time: a callback that ends training or saves, or its validation.
+    """A feature of a Trainer that is due by the clock: a callback that ends training or saves, or validation.
 
     Args:
         owner: the callback, or the Trainer.
         every: seconds from one time to the next.
-        left: seconds until it is due; 0 or less: it is.
-        wind: makes it due in so many seconds.
+        left: returns the seconds until it is due; 0 or less if it is.
+        wind: makes it due in a given number of seconds.
     """
 
     owner: object
@@ -59,19 +59,19 @@ class Countdown:
 
 
 class ClockChecks:
-    """Agreement on the batches at which all look at the clock. Counts batches from the start of training, which all
-    workers do alike.
+    """Agreement on the batches after which all workers look at the clock. Batches count from the start of training, the
+    same on all workers.
 
-    Lightning asks after every batch whether ``max_time`` is over or a checkpoint is due by the clock, and takes rank
+    Lightning asks after every batch whether ``max_time`` has passed or a checkpoint is due by the clock, and takes rank
     0's answer, so all workers would wait for rank 0 each time. Here they agree on the number of the batch after which
     they ask next: half of the way to what is due next, as far as the leader can tell from its pace. So they meet some
-    ten times on the way to a limit, and at the end of it after every batch. At each look all clocks are set by the
-    leader's: whichever pipeline leads next goes on from there.
+    ten times on the way to a limit, and just before it after every batch. At each look all clocks are set to the
+    leader's, and whichever pipeline leads next goes on from there.
 
     Args:
         clocks: in the same order on all workers.
         from_leader: gives all workers the leader's numbers; all of them call it at the same batch.
-        time: seconds.
+        time: returns seconds.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ClockChecks:
         """True if the clock may be looked at: all workers are together."""
 
     def start_at(self, look: int | None) -> None:
-        """Let training start where other workers train, which look at the clock next after ``look`` batches."""
+        """Let training start among workers that look at the clock next after ``look`` batches."""
         self._given = look
 
     def start(self, batch: int) -> None:
@@ -110,7 +110,7 @@ class ClockChecks:
         return bool(self._clocks) and self._next is not None and batch >= self._next
 
     def look(self) -> None:
-        """Look at the clock, as all others do, which find the same due until :meth:`renew`."""
+        """Look at the clock with all other workers; all find the same features due until :meth:`renew`."""
         self.now, self._due = True, []
         for clock, left in zip(self._clocks, self.from_leader([clock.left() for clock in self._clocks]), strict=True):
             if left <= 0:
@@ -122,7 +122,7 @@ class ClockChecks:
         return self.now and any(owner is each for each in self._due)
 
     def renew(self, batch: int) -> None:
-        """Agree on the next time, after what was due has been done."""
+        """Agree on the next look, after what was due has been done."""
         self.now = False
         now = self._now()
         pace = (now - self._time) / max(1, batch - self._batch)
@@ -133,7 +133,7 @@ class ClockChecks:
 
 
 def change(trainer: Trainer, turns: Turns, checks: ClockChecks, source: BatchSource | None = None) -> None:
-    """Change ``trainer``'s loop and callbacks so; ``source`` gives the batches if it trains.
+    """Change ``trainer``'s loop and callbacks as this module says; ``source`` gives the batches of a fit.
 
     Must run before the Trainer registers its signal handlers, as ``Strategy.setup`` does; and again before each run.
     """
@@ -167,7 +167,7 @@ def evaluation_loops(trainer: Any) -> list[Any]:
 
 
 def clocks(trainer: Any) -> list[Countdown]:
-    """Find ``trainer``'s features that go by the time."""
+    """Return the features of ``trainer`` that are due by the clock."""
     left, wind = lightning_internals.seconds_left, lightning_internals.set_seconds_left
     return [
         Countdown(owner, every, partial(left, owner), partial(wind, owner))
@@ -182,7 +182,7 @@ def position(trainer: Trainer) -> int:
 
 
 def trains_whole_epochs(trainer: Any) -> bool:
-    """Return whether an epoch has all batches of its loader, as far as ``limit_train_batches`` says; 1 is one batch."""
+    """Return whether ``limit_train_batches`` allows an epoch all batches of its loader; the int 1 is one batch."""
     return isinstance(trainer.limit_train_batches, float) and trainer.limit_train_batches == 1.0
 
 
@@ -192,7 +192,7 @@ def batches(trainer: Trainer) -> int:
 
 
 def count_steps(trainer: Trainer, number: int) -> None:
-    """Count ``number`` steps of optimizers, in manual optimization, as other pipelines have made."""
+    """Set the count of optimizer steps in manual optimization to ``number``, as in other pipelines."""
     progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
     more = number - progress.total.completed
     for tracker in (progress.total, progress.current):
@@ -213,8 +213,8 @@ def _fail_on_sigterm(trainer: Trainer) -> None:
 
 
 def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
-    """Decline to requeue: Lightning would save a checkpoint in the handler, at another batch on each rank, which would
-    wait for ever."""
+    """Decline to requeue: Lightning would save a checkpoint in the handler, at a different batch on each rank, and the
+    ranks would wait for ever."""
     rank_zero_warn(
         f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save with "
         "ModelCheckpoint(train_time_interval=...), and resume with fit(ckpt_path='last')."
@@ -234,11 +234,11 @@ def _take_over(trainer: Trainer, source: BatchSource) -> None:
 
 
 def _begin_whole_epochs(trainer: Trainer) -> None:
-    """Make a run that resumes from a checkpoint of an epoch's last batch train no more of that epoch, which may have
-    another number of batches now, and begin the next one as any other. Lightning goes by the number of that batch. It
-    also takes a checkpoint of the end of that batch for the middle of the epoch: ``on_train_epoch_start`` is left out,
-    and counters of epochs stay one behind, so that a checkpoint within a later epoch, and a newcomer of an elastic run,
-    begin that epoch again."""
+    """Make a run that resumes from a checkpoint of an epoch's last batch train no more of that epoch, and begin the
+    next one like any other. Lightning goes by the number of that batch, but the epoch may have another number of
+    batches now. It also takes a checkpoint from the end of that batch for the middle of the epoch: it leaves out
+    ``on_train_epoch_start``, and its epoch counters stay one behind, so that a checkpoint within a later epoch, or a
+    newcomer to an elastic run, would begin that epoch again."""
     loop: Any = trainer.fit_loop
     epoch: Any = loop.epoch_loop
 
@@ -262,8 +262,8 @@ def _begin_whole_epochs(trainer: Trainer) -> None:
 
 
 def _profile_nothing(trainer: Any) -> None:
-    """Make a profiler that measures nothing, the default, take no time: Lightning begins and ends two dozen generators
-    of it in each step."""
+    """Make the default profiler, which measures nothing, take no time: Lightning runs two dozen of its generators in
+    each step."""
     if type(trainer.profiler) is PassThroughProfiler:
         plain: Any = trainer.profiler
         plain.profile = lambda action_name: _NOTHING
@@ -275,7 +275,7 @@ def _loading(trainer: Any) -> tuple[Any, ...]:
 
 
 def _show_loaders(trainer: Trainer) -> None:
-    """Make ``trainer.train_dataloader`` and its like show what Lightning has made of the user's loaders."""
+    """Make ``trainer.train_dataloader`` and the like show Lightning's loaders, without this package's around them."""
     for loop in _loading(trainer):
 
         def setup_data(loop: Any = loop) -> None:
@@ -288,8 +288,8 @@ def _show_loaders(trainer: Trainer) -> None:
 
 
 def _resume_quietly(trainer: Trainer, source: BatchSource) -> None:
-    """Silence Lightning's warning that it does not know which batches remain of an epoch, where none remain, or
-    ``source`` knows. Lightning goes by the number of steps, which another number of pipelines makes another one."""
+    """Silence Lightning's warning that it does not know which batches of an epoch remain, where none remain or
+    ``source`` knows. Lightning goes by the number of steps, which depends on the number of pipelines."""
     loop: Any = trainer.fit_loop.epoch_loop
 
     def reset() -> None:

@@ -60,11 +60,11 @@ def refuse_unfit_momentum(optimizer: Optimizer, payload: Payload) -> None:
 
 
 def agree_on_groups(optimizer: Optimizer, module: nn.Module, groups: ProcessGroups) -> None:
-    """Put the parameters of ``optimizer`` into rank 0's order: the state of the whole optimizer numbers them by it, and
-    sets of parameters have an order of their own in each process. Every rank must call it.
+    """Put the parameters of ``optimizer`` into rank 0's order: the state of the whole optimizer numbers them in that
+    order, and a set of parameters has a different order in each process. Every rank must call it.
 
     Raises:
-        ConfigurationError: another parameter is in a group here than on rank 0.
+        ConfigurationError: a group has other parameters here than on rank 0.
         WorkerFailedError: another rank is gone.
     """
     name_of = {id(p): name for name, p in module.named_parameters()}
@@ -90,8 +90,8 @@ def agree_on_groups(optimizer: Optimizer, module: nn.Module, groups: ProcessGrou
 
 
 def refuse_unlike_options(optimizers: Sequence[Optimizer], group: dist.ProcessGroup) -> None:
-    """Raise ConfigurationError where the workers of ``group``, which apply the same gradients, have other options of
-    the optimizer than another. All of them must call it."""
+    """Raise ConfigurationError if the workers of ``group``, which apply the same gradients, have different optimizer
+    options. All of them must call it."""
     if group.size() == 1:
         return
     options = options_of(optimizers)
@@ -106,8 +106,8 @@ def refuse_unlike_options(optimizers: Sequence[Optimizer], group: dist.ProcessGr
 
 
 def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:
-    """Return ``optimizer`` with variance correction for the mean of so many ``models``, as ``sync`` trains it. If there
-    is nothing to correct, return it unchanged, and tell the user why."""
+    """Return ``optimizer`` with variance correction for the mean of ``models`` models, which ``sync`` averages. If
+    there is nothing to correct, return it unchanged, and tell the user why."""
     if not is_adam_family(optimizer):
         rank_zero_info(f"variance_correction=True does not apply to {type(optimizer).__name__}: not of Adam's family.")
         return optimizer
@@ -117,8 +117,8 @@ def corrected(optimizer: Optimizer, models: float, sync: object) -> Optimizer:
 
 
 def follow(optimizer: Optimizer, models: float) -> None:
-    """Correct for the mean of so many ``models`` from the next step on, if that is another number by much: a change
-    costs a pass over the optimizer's memory."""
+    """Correct for the mean of ``models`` models from the next step on, if that number has changed by more than 5 %: a
+    change costs a pass over the optimizer's memory."""
     if isinstance(optimizer, VarianceCorrection) and abs(models / optimizer.num_workers - 1) > 0.05:
         optimizer.num_workers = models
 
@@ -127,10 +127,10 @@ class OptimizerProgress:
     """State of a stage's optimizer and loss scale, as replicas take it over from each other.
 
     Args:
-        optimizers: of the Trainer, once there are any.
+        optimizers: returns the Trainer's, once there are any.
         precision: the Trainer's.
         buckets: the stage's parameters, in an order that is the same on all replicas; the sequence may change.
-        only: some of them, if the others do not count.
+        only: the parameters that count; None if all do.
     """
 
     def __init__(

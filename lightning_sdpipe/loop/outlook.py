@@ -1,4 +1,4 @@
-"""Activity of a worker's Trainer, for people: what it does, in which epoch, how long it will take, and its metrics."""
+"""Activity of a worker's Trainer, for users: what it does, in which epoch, how long it will take, and its metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_sdpipe.lightning_internals import seconds_between
 from lightning_sdpipe.scheduler.rows import MOST_METRICS, Doing
 
 _LONGEST = 255
-"""Most characters of a metric's name."""
+"""Longest name of a metric, in characters."""
 _NEVER = 1e9
-"""Seconds, 30 years, from which on no end is known, as of ``max_steps=sys.maxsize``."""
+"""Seconds (30 years) from which on the end counts as unknown, as with ``max_steps=sys.maxsize``."""
 
 
 class Outlook:

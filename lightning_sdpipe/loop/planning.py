@@ -49,7 +49,7 @@ class Planning:
     """The input of planning.
 
     Args:
-        trainer: set up to run; its data can be asked for.
+        trainer: is set up to run, so its data can be asked for.
         cuts: as for :func:`~lightning_sdpipe.partition.plan.plans`, with the stages of all workers of a pipeline
             together.
         names: those of the blocks, if the user has named them.
@@ -58,7 +58,7 @@ class Planning:
         guard: the guard of this worker, which is told when a step is rehearsed.
         timeout: seconds that the other ranks wait for the plan.
         memory: bytes of the device of each stage.
-        notes: messages for the user, filled meanwhile.
+        notes: messages for the user, added during planning.
     """
 
     trainer: Trainer
@@ -78,7 +78,7 @@ class Planning:
 
 
 def memory_of(device: torch.device, processes: int) -> float:
-    """Return the bytes of a device; of the machine's memory, if it is the CPU, the part of one of its processes."""
+    """Return the bytes of memory of a device; for the CPU, one process's share of the machine's."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -89,7 +89,7 @@ def plan_on_rank_zero(planning: Planning) -> list[plan.Plan]:
     """Return the plans for the trainer's module, one for each cut, the same on every rank; all must call it.
 
     Raises:
-        ConfigurationError: the module cannot be cut so, or this rank has another one than rank 0.
+        ConfigurationError: the module cannot be cut as asked, or differs from rank 0's.
         WorkerFailedError: rank 0 failed for another reason.
     """
     world = dist.group.WORLD
@@ -119,10 +119,10 @@ _Calls = Sequence[tuple[Any, tuple[int, ...]]]
 
 
 class _LeftToParentError(Exception):
-    """Ends the work of a child, which computes on the CPU, and goes to its parent with what is left to do there.
+    """Ends the work of a child, which computes on the CPU, and tells its parent what is left to do there.
 
     Args:
-        blocks: the blocks to measure; none if all is to be done there, since a step does not run in the child.
+        blocks: the blocks to measure; none if the parent has to do everything, since a step does not run in the child.
         error: what was raised in the child.
     """
 
@@ -139,8 +139,8 @@ _T = TypeVar("_T")
 
 
 def _plans(planning: Planning) -> list[plan.Plan]:
-    """Make the plans in a child process, which computes on the CPU: changes by the user's code would else stay on rank
-    0 alone. What needs an accelerator is done here, on a copy of the module."""
+    """Make the plans in a child process, which computes on the CPU: changes by the user's code would otherwise remain,
+    on rank 0 alone. What needs an accelerator is done here, on a copy of the module."""
     module = planning.trainer.lightning_module
     tries = planning.several_stages or any(is_measured(cut.partition) for cut in planning.cuts)
     fits = planning.trainer.state.fn == TrainerFn.FITTING
@@ -175,8 +175,8 @@ def _plans(planning: Planning) -> list[plan.Plan]:
 
 
 def _in_a_child(planning: Planning, end: float, work: Callable[[], _T]) -> _T:
-    """Return what ``work`` returns in a child of this process, which ends by then; what it notes is noted here, and
-    nothing else that it changes."""
+    """Return what ``work`` returns in a child of this process, which ends by ``end``. Of what it changes, only its
+    notes and the guard's finding come back."""
 
     def noted() -> tuple[_T, list[str], bool]:
         try:
@@ -194,9 +194,10 @@ def _in_a_child(planning: Planning, end: float, work: Callable[[], _T]) -> _T:
 def _try(
     planning: Planning, profiles: _Profiles, end: float, touches: bool
 ) -> list[plan.Plan] | _LeftToParentError | None:
-    """Make the plans in this process, which is a child; or say what only its parent can do. Each chain is tried in a
-    child of it, and if a step ``touches`` what it finds, costs are counted and Python state is watched in children,
-    too: every one of them finds the module as the run will. None: a step does, and was not said to."""
+    """Make the plans in this process, which is a child, or return what only its parent can do. Each chain is tried in a
+    child of this process. If a step ``touches`` what it finds, costs are counted and Python state is watched in
+    children, too, so that each of them finds the module as the run will. Return None if a step does although
+    ``touches`` is False."""
     module = planning.trainer.lightning_module
     _compute_here(planning)
     if _has_opened_an_accelerator():  # whose threads autograd would start, and they end a child
@@ -252,8 +253,8 @@ def _compute_here(planning: Planning) -> None:
 
 
 def _try_micro_batches(planning: Planning) -> None:
-    """Run the training step of a model that is not cut, in this process, which is a child, on a micro-batch of one
-    sample, if the run will have such."""
+    """In this process, which is a child, run the training step of an uncut model on a micro-batch of one sample, if the
+    run will have one."""
     _compute_here(planning)
     module, loop = planning.trainer.lightning_module, planning.trainer.fit_loop
     single = None
@@ -269,7 +270,7 @@ def _has_opened_an_accelerator() -> bool:
     if accelerator is None:
         return False
     module = torch.get_device_module(accelerator)
-    if getattr(module, "_is_in_bad_fork", bool)():  # the parent has, of which is_initialized says nothing; or looked
+    if getattr(module, "_is_in_bad_fork", bool)():  # the parent has opened it, unknown to is_initialized, or has looked
         return int(module.device_count()) > 0
     is_initialized = getattr(module, "is_initialized", None)
     return is_initialized is None or bool(is_initialized())
@@ -289,7 +290,7 @@ def _differentiates() -> bool:
 
 
 def _try_a_copy(planning: Planning, left: _LeftToParentError) -> list[plan.Plan]:
-    """Make the plans in this process, on its device, by copies of the module."""
+    """Make the plans in this process, on its device, with copies of the module."""
     planning.notes.append(
         f"A step does not run in a child process on the CPU ({left.error}), so copies of the model run on "
         f"{planning.device} before training: what a step keeps in Python is not checked, and what it changes outside "
@@ -335,7 +336,7 @@ class _Trial:
 
     Args:
         module: returns what runs them.
-        device: that on which it is.
+        device: the device of that module.
         measure: as for :func:`~lightning_sdpipe.partition.plan.plans`.
         count: returns the costs of a step.
         failed: is told that a step does not run.
@@ -397,7 +398,7 @@ def _cuts(planning: Planning) -> Sequence[PipelineCut]:
 
 
 def _is_on_meta(module: nn.Module) -> bool:
-    """Return whether the model was built to be larger than one worker."""
+    """Return whether the model was built on ``meta``, as a model too large for one worker is."""
     return any(p.is_meta for p in module.parameters())
 
 
@@ -452,11 +453,11 @@ def _step(planning: Planning, name: str, calls: _Calls, single: Any) -> StepCall
 
 
 def _single(planning: Planning, part: Any, loader: Any) -> Any:
-    """Return one sample of ``part``, if that is a micro-batch of the last batch of an epoch, and the model normalises
+    """Return one sample of ``part`` if a micro-batch of an epoch's last batch has only one, and the model normalises
     batches.
 
     Raises:
-        ConfigurationError: the schedule cannot order so few.
+        ConfigurationError: the schedule needs more micro-batches than that batch has samples.
     """
     strategy: Any = planning.trainer.strategy
     last = last_batch_size(loader, strategy.distributed_sampler_kwargs["num_replicas"])

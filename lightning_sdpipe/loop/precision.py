@@ -4,7 +4,7 @@ Gradients are clipped by the norm of all parameters, which no worker of a pipeli
 
 In 16-bit mixed precision with a loss scale, the backward of a micro-batch runs inside ``training_step``, before
 Lightning scales the loss. So the loss of each micro-batch is scaled there, and the gradients are divided by that scale
-when Lightning's ``backward`` brings it again.
+when Lightning's ``backward`` applies it again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def clips_by_norm(trainer: Trainer) -> bool:
 
 
 def last_wait(trainer: Trainer, num_stages: int, flush: bool) -> LastWait:
-    """Return the point of an update after which it waits for no other stage. A module that clips by itself may not do
-    so; then it is the end of the step. Without a flush there is no vote."""
+    """Return the point of an update after which it waits for no other stage. A module with its own clipping may never
+    ask for the norm; then it is the end of the step. Without a flush there is no vote."""
     if num_stages == 1:
         return "backward"
     if clips_by_norm(trainer):
@@ -100,11 +100,11 @@ def _clip_by_known_norm(
             stage only.
         pipeline: tells the norms.
         ready: is told when other stages have been waited for.
-        optimizer: whose gradients are clipped.
+        optimizer: the optimizer whose gradients are clipped.
         clip_val: the L2 norm above which they are.
 
     Raises:
-        ConfigurationError: it could not be known that gradients would be clipped.
+        ConfigurationError: nothing said beforehand that gradients would be clipped by norm.
         WorkerFailedError: another stage is gone.
     """
     if not pipeline.notes.norms:
@@ -131,11 +131,12 @@ def _clip_by_norm(
     """Scale all gradients by ``clip_val / norm`` if that is below one.
 
     Args:
-        counted: whose gradients make up this stage's part of the norm; a shared parameter counts on one stage only.
+        counted: parameters whose gradients make up this stage's part of the norm; a shared one counts on one stage
+            only.
         pipeline: the stages.
         ready: is told when all of them have been waited for.
-        square_of: that of the norm over all stages, of which these parameters are this stage's part.
-        optimizer: whose gradients are clipped.
+        square_of: returns the square of the norm over all stages, given the parameters of this stage's part.
+        optimizer: the optimizer whose gradients are clipped.
         clip_val: the L2 norm above which they are.
 
     Raises:
@@ -158,8 +159,8 @@ def _square(counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup) -> Ten
 def _square_by_section(
     section_of: Mapping[int, int], count: int, counted: Sequence[nn.Parameter], pipeline: dist.ProcessGroup
 ) -> Tensor:
-    """Return the square as :func:`_square` does. One stage of a pipeline computes the square of a section, and it is
-    added to zeros, so the set of stages changes no bit."""
+    """Return the square as :func:`_square` does. One stage of a pipeline computes the square of a section, and the
+    others add zeros to it, so the cut changes no bit."""
     squares = torch.zeros(count, dtype=torch.float64)
     for parameter in counted:
         if parameter.grad is not None:
@@ -176,7 +177,7 @@ def _square_by_section(
 
 
 def _applied(counted: Sequence[nn.Parameter], optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that ``optimizer`` applies the gradients of, as in one process."""
+    """Return the parameters whose gradients ``optimizer`` applies, as in one process."""
     applied = {id(p) for p in _held(optimizer)}
     return [p for p in counted if p.grad is not None and id(p) in applied]
 
@@ -229,9 +230,9 @@ def _like(scaler: torch.amp.GradScaler, kind: type[_Scaler], **options: Any) -> 
 class _LateScaler(torch.amp.GradScaler):
     """The scaler of one stage of a pipeline without a flush.
 
-    Gradients come without a loss scale, and Lightning's ``backward`` brings this scaler's own, which is taken out here.
-    A gradient that is not finite takes away those of the same mini-batches: of all parameters that this stage holds
-    alone, or of all that it shares with the same owners, which then do likewise. The others are updated.
+    Gradients come without a loss scale, and Lightning's ``backward`` multiplies them by this scaler's, which is divided
+    out here. A gradient that is not finite discards those of the same mini-batches: of all parameters that this stage
+    holds alone, or of all that it shares with the same owners, which then discard theirs. The others are updated.
 
     The last stage's scale is that of the pipeline. It becomes ``backoff_factor`` times the scale that overflowed on any
     stage, unless it is smaller already; after ``growth_interval`` updates without such a report it grows.
@@ -290,7 +291,7 @@ def refuse_own_unscaling(optimizer: Optimizer, precision: Precision) -> None:
 
 
 def scaler_of(precision: Precision) -> torch.amp.GradScaler | None:
-    """Return what scales losses, in 16-bit mixed precision, and None where they are not scaled."""
+    """Return the scaler of losses in 16-bit mixed precision; None where they are not scaled."""
     return precision.scaler if isinstance(precision, MixedPrecision) else None
 
 

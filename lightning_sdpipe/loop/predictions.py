@@ -20,8 +20,8 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 
 
 class _Dealt:
-    """Every N-th batch, from that of ``pipeline`` on. With fewer batches than pipelines, those without one of their own
-    repeat one, since Lightning wants every rank to have work; :func:`collect` leaves it out."""
+    """Every N-th batch, beginning with number ``pipeline``. With fewer batches than pipelines, a pipeline without one
+    of its own repeats one, since Lightning wants every rank to have work; :func:`collect` leaves it out."""
 
     def __init__(self, batches: Collection[list[int]], pipeline: int, num_pipelines: int) -> None:
         self._batches = batches
@@ -38,7 +38,7 @@ class _Dealt:
 def deal_batches(loader: Any, groups: ProcessGroups) -> None:
     """Give this pipeline its share of a loader for prediction that Lightning has given a distributed sampler.
 
-    Others stay as they are: an iterable data set, or one whose sampler is the user's own.
+    Others stay as they are: those of an iterable data set, and those with the user's own sampler.
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None)
@@ -48,7 +48,7 @@ def deal_batches(loader: Any, groups: ProcessGroups) -> None:
 
 
 def collect(predictions: list[list[Any]], loaders: Iterable[Any], groups: ProcessGroups) -> None:
-    """Put the predictions of all pipelines, on rank 0, into those of its own, in the order of the batches.
+    """Merge the predictions of all pipelines into rank 0's, in the order of the batches.
 
     Every rank must call it.
 

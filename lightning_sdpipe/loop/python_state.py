@@ -1,4 +1,4 @@
-"""State that user code keeps in Python, and in buffers outside of blocks, as it is where steps come to their end.
+"""State that user code keeps in Python, and in buffers outside of blocks: the last stage, where steps end, hands it on.
 
 Validation ends on last stages: there the module's hooks have results, and may lower a temperature, step a schedule or
 freeze layers. So what has changed on the last stage of a pipeline while it validated, tested or predicted is handed on
@@ -90,7 +90,7 @@ class PythonState:
         groups: this worker's process groups.
         device: that on which it computes.
         first_failure: context for waits for other stages.
-        late: the attributes of modules that training steps change where only the last stage comes.
+        late: the attributes of modules that training steps change at a point that only the last stage reaches.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class PythonState:
         self._offer: bytes | None = None  # what other stages get before they run the hook; empty when they have it
 
     def make_alike(self) -> None:
-        """Give the other stages the last one's generators, tensors and arrays where theirs are others: each process has
-        made them for itself, perhaps without a seed. All stages must call it before a run. Later runs of the module in
-        this process go on with what each stage has.
+        """Give the other stages the last one's generators, tensors and arrays where theirs differ: each process has
+        made its own, perhaps without a seed. All stages must call it before a run. Later runs of the module in this
+        process go on with what each stage has.
 
         Raises:
-            ConfigurationError: a tensor or an array that is too large to be handed on is not the same.
+            ConfigurationError: a tensor or an array differs and is too large to be handed on.
         """
         module = self._trainer.lightning_module
         if len(self._ranks) == 1 or module in _made_alike:
@@ -176,7 +176,7 @@ class PythonState:
             self._before = {address: _print(place.value) for address, place in self._places().items()}
 
     def prints(self) -> dict[str, Any]:
-        """Return a print of each of the module's values, by its name; it differs when the value has changed."""
+        """Return a summary of each of the module's values, by name; it differs when the value has changed."""
         module = self._trainer.lightning_module
         seen: set[int] = set()
         found: dict[str, Any] = {}
@@ -187,10 +187,10 @@ class PythonState:
         return found
 
     def hand_on(self, hook: str, run: Callable[[], Any], everywhere: bool, instead: Callable[[], Any] | None) -> Any:
-        """Return what ``run`` returns, which is the ``hook`` at the end of an evaluation, or nothing on stages without
-        its results. Then give the other stages what has changed on the last one since :meth:`begin`, unless they have
-        run ``everywhere``; all stages must call it. Where the last stage calls others to the hook, they get what had
-        changed before it, and run it ``instead``; None if it is not the user's."""
+        """Call ``run``, the ``hook`` at the end of an evaluation (a no-op on stages without its results), and return
+        what it returns. Then give the other stages what has changed on the last one since :meth:`begin`, unless the
+        hook runs ``everywhere``; all stages must call this. Where the last stage calls the others to the hook, they get
+        what had changed before it and run ``instead``, the hook itself; None if it is not the user's."""
         if everywhere or len(self._ranks) == 1:
             output = run()
         elif not self._is_last:
@@ -214,15 +214,15 @@ class PythonState:
         return output
 
     def call_others(self) -> bool:
-        """Call the other stages to the module's hook at the end of an evaluation. Return whether this is one."""
+        """Call the other stages to the module's hook at the end of an evaluation. Return whether one is running."""
         if self._offer:
             offer, self._offer = self._offer, b""
             self._from_last(self._hook, lambda: offer)
         return self._offer is not None
 
     def hand_on_metrics(self, hook: str) -> None:
-        """Give the other stages the states of torchmetrics objects as the last one has them, where steps come to their
-        end; all stages must call it, before or after ``hook`` has run."""
+        """Give the other stages the last one's states of torchmetrics objects, since steps end there; all stages must
+        call it, before or after ``hook`` has run."""
         found = metrics_of(self._trainer.lightning_module, self._trainer.callbacks).items()
         metrics = {name: metric for name, metric in found if not has_own_rule(metric)}
         packed = self._from_last(hook, partial(pack_metrics, metrics))  # of none, too: others may have some
@@ -230,8 +230,8 @@ class PythonState:
             unpack_metrics(metrics, packed)
 
     def hand_on_late(self) -> None:
-        """Give the other stages the attributes that training steps change late as the last one has them; all stages
-        must call it, when it has run."""
+        """Give the other stages the last one's values of the attributes that training steps change late; all stages
+        must call it after a step."""
         if self._late:
             sent = self._from_last("training_step", lambda: json.dumps(self._values()).encode())
             if sent is not None:
@@ -388,7 +388,7 @@ def _digest(value: Any) -> int | None:
 
 
 def _print(value: Any) -> Any:
-    """Return a print of the value, which differs when the value has changed."""
+    """Return a summary of the value, which differs when the value has changed."""
     if isinstance(value, Tensor):
         if value.is_inference():  # which does not count how often it was written to
             return id(value), _digest(value)

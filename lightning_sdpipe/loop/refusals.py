@@ -143,8 +143,8 @@ def refuse_uninitialised(module: nn.Module) -> None:
 
 @contextmanager
 def refuse_several_optimizers(cut: bool) -> Iterator[None]:
-    """Replace, in the block, the error of Lightning's call of ``configure_optimizers``, which recommends manual
-    optimization, where the module is ``cut``."""
+    """Where the module is ``cut``, replace Lightning's error about several optimizers, which recommends manual
+    optimization."""
     try:
         yield
     except RuntimeError as error:
@@ -164,10 +164,10 @@ def refuse_own_values(trainer: Trainer, why: str | None) -> None:
 
     Args:
         trainer: about to fit.
-        why: all workers must step alike; None if each pipeline may have a learning rate of its own.
+        why: the reason why all workers must step alike; None if each pipeline may have a learning rate of its own.
 
     Raises:
-        ConfigurationError: in the first step whose value is asked for.
+        ConfigurationError: such a schedule asks for its value, at its first step.
     """
     loop: Any = trainer.fit_loop.epoch_loop
 

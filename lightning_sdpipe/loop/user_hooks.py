@@ -2,13 +2,13 @@
 
 The results of an evaluation's steps exist on last stages only, so hooks that deal with them run there alone.
 
-Hooks of training see the optimizer's groups of all stages. A norm over ``optimizer.param_groups`` would be that of one
-stage. With the others' parameters in the groups, which have no values here, it is refused, and what a hook does to each
-parameter alone is done where that is.
+Hooks of training see the optimizer's groups with the parameters of all stages. A norm over ``optimizer.param_groups``
+would otherwise be that of one stage; the parameters of other stages, which have no values here, make it an error. What
+a hook does to each parameter alone is done on the stage that holds it.
 
-They see no metric that is logged where this stage does not come. A hook around a training batch that looked for such a
-metric here would find none, or that of the last validation, and do something else than the same hook on the last stage.
-So it is refused.
+They see no metric that is logged at a point that this stage does not reach. A hook around a training batch would find
+none here, or that of the last validation, and act differently from the same hook on the last stage. So looking for one
+is refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def show_whole_groups(
 def refuse_metrics_elsewhere(
     module: LightningModule, callbacks: Sequence[Callback], logged: Collection[str]
 ) -> Callable[[], None]:
-    """Refuse that the user's hooks look for the metrics that are ``logged`` elsewhere. Return a function that undoes
+    """Make the user's hooks fail if they look for metrics that are ``logged`` elsewhere. Return a function that undoes
     it."""
 
     def held(hook: str) -> AbstractContextManager[None]:
@@ -96,7 +96,7 @@ def _around(
 
 
 class _Hooks:
-    """Hooks that instances have in the place of their own."""
+    """Hooks that replace those of instances."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -113,7 +113,7 @@ class _Hooks:
 
 
 def _like(hook: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let what looks at the arguments of a function find those of ``hook``."""
+    """Give the decorated function the signature of ``hook``, for code that inspects it."""
     return wraps(hook, assigned=(), updated=())
 
 
@@ -136,7 +136,7 @@ def leave_results_to_the_last_stage(
 ) -> Callable[[], None]:
     """Make hooks that deal with the results of evaluation, those of ``module`` and of callbacks that write predictions,
     run on last stages only; ``within(hook)`` is held meanwhile. Those of ``module`` run everywhere if all stages have
-    the results ``together``. Those of other callbacks run everywhere, and end on the other stages where they use a
+    the results ``together``. Those of other callbacks run everywhere, and on the other stages they end where they use a
     result. The module's hooks for the end of an evaluation run in
     :meth:`~lightning_sdpipe.loop.python_state.PythonState.hand_on`. Return a function that undoes it."""
     writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
@@ -238,8 +238,8 @@ def gather_metrics_over(
     module: LightningModule, callbacks: Sequence[Callback], group: ProcessGroup, ends_early: Callable[[], bool]
 ) -> Callable[[], None]:
     """Make torchmetrics objects of ``module`` and of ``callbacks``, and those that are made later, compute over
-    ``group``, unless they have a rule of their own. Return a function that undoes it. ``ends_early`` returns whether a
-    step runs that ends before this worker can update what the step updates."""
+    ``group``, unless they have a rule of their own. Return a function that undoes it. ``ends_early`` returns whether
+    this worker is in a step that ends here before it updates its metrics."""
     metrics = {name: metric for name, metric in metrics_of(module, callbacks).items() if not has_own_rule(metric)}
 
     def check(name: str) -> None:

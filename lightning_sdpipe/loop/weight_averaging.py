@@ -29,9 +29,9 @@ class SDPipeWeightAveraging(Callback):
     Validation runs on the average. Checkpoints have it as their ``state_dict``, beside the weights with which training
     continues (``current_model_state``), and the module has it after training. If pipelines train models of their own,
     each has its own average. Where their models are made equal (before validation, checkpoints and the end of an
-    epoch), their averages are, too: to their mean, or with ``AllReduce`` to that of the pipeline that has trained
-    longest. Steps are counted by ``trainer.global_step``, so the averages of a fast pipeline and of a slow one
-    have the same weights; a pipeline whose count rises by several at once counts its weights as often.
+    epoch), their averages are, too: they become their mean, or with ``AllReduce`` that of the pipeline that has trained
+    longest. Steps are counted by ``trainer.global_step``, so the averages of a fast and a slow pipeline weigh the same
+    steps alike; a pipeline whose count rises by several at once adds its weights that many times.
 
     Override :meth:`should_update` to choose other moments. With ``update_every_n_steps=0`` and
     ``update_starting_at_epoch=k`` the ends of epochs are averaged, which is what ``StochasticWeightAveraging`` does,
@@ -90,7 +90,7 @@ class SDPipeWeightAveraging(Callback):
         self._buffers = set[str]()  # those that were there when the fit began; later ones are not averaged
 
     def __repr__(self) -> str:
-        """Description that joining pipelines compare."""
+        """Return the description that joining pipelines compare."""
         numbers = self.update_every_n_steps, self.update_starting_at_step, self.update_starting_at_epoch
         every, step, epoch = numbers
         when = f"update_every_n_steps={every}, update_starting_at_step={step}, update_starting_at_epoch={epoch}"
@@ -106,8 +106,7 @@ class SDPipeWeightAveraging(Callback):
         return epoch_idx is not None and start_epoch is not None and epoch_idx >= start_epoch
 
     def connect(self, states: Checkpoints, alike: list[Tensor]) -> None:
-        """Begin a fit, whose module ``states`` saves; tensors that are added to ``alike`` are made equal where models
-        are."""
+        """Begin a fit. ``states`` saves its module; tensors added to ``alike`` are made equal where models are."""
         self._states, self._alike = states, alike
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,8 +261,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _lasting(value: Any, own: Mapping[tuple[Any, ...], Tensor], live: Set[int]) -> Any:
-    """Return a lasting version of ``value``, of a state that was asked for while the average was in the module's
-    place."""
+    """Return ``value``, read while the module held the average, in memory that keeps it when the weights return."""
     if not isinstance(value, Tensor) or value.is_meta or value.untyped_storage().data_ptr() not in live:
         return value
     return own[_place(value)] if _place(value) in own else value.clone()
