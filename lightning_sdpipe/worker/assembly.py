@@ -43,7 +43,7 @@ class Assembled:
     buffers: HeldBuffers
     delays: DelayInjector
     sections: Sections | None = None
-    """Sections of the chain, if pipelines are cut unlike."""
+    """Sections of the chain, if pipelines are cut differently."""
     own_sections: OwnSections | None = None
     """Sections that this worker averages."""
     shared: SharedParameters | None = None
@@ -53,14 +53,14 @@ class Assembled:
 
     @property
     def changed_late(self) -> Sequence[str]:
-        """Attributes of modules that training steps change in Python where only the last stage comes. Without a flush,
-        stages are at different mini-batches, and none can be sent the values."""
+        """Attributes of modules that training steps change in Python at a point that only the last stage reaches. None
+        without a flush: stages are then at different mini-batches, so the values cannot be sent."""
         travel = self.runners[0].travel.get("training_step")
         return travel.late if travel is not None and self.pipeline.flushes else ()
 
     @property
     def logged_late(self) -> Sequence[str]:
-        """Metrics that training steps log where the first stage does not come."""
+        """Metrics that training steps log at a point that the first stage does not reach."""
         travel = self.runners[0].travel.get("training_step")
         return travel.metrics if travel is not None else ()
 
@@ -76,18 +76,18 @@ def assemble(
 ) -> Assembled:
     """Keep this rank's part of ``module``, equal on all pipelines, on ``device``, and the rest on ``meta``.
 
-    ``memory`` records which tensors shared memory before the plan was made, which may have moved the module; None if
-    nothing has. ``plans`` has one for each pipeline, or one for all. Every rank must call it.
+    ``memory`` records which tensors shared memory before planning, which may have moved the module; None if nothing has
+    moved it. ``plans`` has one for each pipeline, or one for all. Every rank must call it.
 
     Raises:
-        ConfigurationError: the user's code would run more often than once for a micro-batch, and counts how often.
+        ConfigurationError: the user's code counts its calls, and would run several times for a micro-batch.
     """
     worker, pipeline_number = groups.mesh.locate(groups.rank)
     unlike = not groups.mesh.alike
     plan = plans[pipeline_number] if unlike else plans[0]
     refuse_counting(plan, options.stages_per_worker)
     chain, spans, num_workers = plan.chain, plan.module_spans, groups.mesh.depth(pipeline_number)
-    workers = None if unlike else num_workers  # with one stage each where pipelines are cut unlike
+    workers = None if unlike else num_workers  # with one stage each where pipelines are cut differently
     ownerships = [assign_owners(module, chain, p.module_spans, workers, p.readers, memory) for p in plans]
     ownership = ownerships[pipeline_number if unlike else 0]
     by_stage = assign_owners(module, chain, spans, readers=plan.readers, memory=memory)
@@ -189,7 +189,7 @@ def _open_sections(
 
 
 def refuse_counting(plan: Plan, stages_per_worker: int) -> None:
-    """Raise ConfigurationError if workers run the step several times for a micro-batch, and it counts how often."""
+    """Raise ConfigurationError if workers run the step several times for a micro-batch, and it counts its calls."""
     for step, travel in plan.travel.items() if stages_per_worker > 1 else ():
         if travel.counted:
             raise ConfigurationError(

@@ -15,13 +15,13 @@ from lightning_sdpipe.sync.synchronizer import Synchronizer
 
 
 class Backwards:
-    """The backwards that a training step runs itself. At the end of each that adds to a gradient, the means over all
-    pipelines take the place of all gradients that there are; of what was averaged before, that is what it was. So
-    clipping and norms that follow see means, and what several backwards accumulate is averaged, too.
+    """The backwards that a training step runs itself. After each one that adds to a gradient, all gradients are
+    replaced by their means over all pipelines, which leaves what was averaged before as it was. So clipping and norms
+    see means, and what several backwards accumulate is averaged, too.
 
     Args:
         sync: a method that averages gradients, or leaves them alone.
-        spans: count the time of an exchange.
+        spans: counts the time of an exchange.
         first_failure: context for waits for other workers.
     """
 
@@ -35,8 +35,8 @@ class Backwards:
 
     @contextmanager
     def of_update(self, update: int, computing: AbstractContextManager[None]) -> Iterator[None]:
-        """Average gradients within the context, which is a step on the way to the ``update`` of that number;
-        ``computing`` is held except while others are waited for."""
+        """Average gradients within the context, a training step on the way to update number ``update``; ``computing``
+        is held except while others are waited for."""
         parameters = self._sync.replica.trained if self._sync.gradients is not None else ()
         hooks = [p.register_post_accumulate_grad_hook(self._added) for p in parameters]  # type: ignore[no-untyped-call]
         if update != self.place[0]:

@@ -36,7 +36,7 @@ from lightning_sdpipe.worker.scheduler_connection import SchedulerAddress, sched
 
 Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "pipedream"]
 LOOPED = ("interleaved_1f1b", "zero_bubble")  # schedules that give a worker several stages
-# Examples for options that are easily written wrongly.
+# Examples for options that are easy to get wrong.
 _FOR_EXAMPLE = {
     "sync": "AllReduce()",
     "exchange": '"eight_bit", or Exchange(EightBit(), overlap="step")',
@@ -46,8 +46,8 @@ _FOR_EXAMPLE = {
     "blocks": '["model.embeddings", "model.layers.*"]',
     "timeout": "timedelta(minutes=10)",
 }
-# In the place of options of other names, and of those of Lightning's DDPStrategy, whose further ones are for torch's
-# DistributedDataParallel.
+# What to use instead of options under other names, and of those of Lightning's DDPStrategy, which passes further ones
+# to torch's DistributedDataParallel.
 _INSTEAD = {
     **dict.fromkeys(
         ["ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"],
@@ -81,13 +81,13 @@ class Options:
         stages_per_worker: 1 where the schedule gives a worker one stage.
         num_stages: stages of the deepest pipeline.
         depths: the number of stages of each pipeline, if it was given for each; else empty.
-        cuts: those of the pipelines, if they are unlike; else empty, and ``partition`` holds for all.
+        cuts: those of the pipelines, if they differ; else empty, and ``partition`` holds for all.
         partition: with the numbers of blocks in place of ``"placed"``.
         in_flight: micro-batches that the schedule keeps in memory, if the partition depends on them.
         run_timeout: the strategy's ``timeout``.
-        standing_scheduler: the scheduler that runs already; None if rank 0 starts one.
+        standing_scheduler: the scheduler that is already running; None if rank 0 starts one.
         scheduler_log: file for a scheduler that rank 0 starts.
-        job: the job, in an elastic run, that this process belongs to; None if the run is not elastic.
+        job: the job of an elastic run that this process belongs to; None if the run is not elastic.
     """
 
     num_stages: int = 1
@@ -129,7 +129,7 @@ class Options:
         return self.cuts or (PipelineCut(self.total_stages, self.partition, self.in_flight),)
 
     def mesh(self, workers: int, counted: str = "devices × num_nodes are") -> Mesh:
-        """Return the mesh of so many workers; ``counted`` says to people where that number comes from.
+        """Return the mesh of ``workers`` workers; ``counted`` tells users where that number comes from.
 
         Raises:
             ConfigurationError: the workers do not make up whole pipelines.
@@ -140,11 +140,13 @@ class Options:
 
     @property
     def division(self) -> tuple[int, int]:
-        """With ``batch_by_speed``: micro-batches of a pipeline on average, and the number whose multiple it needs."""
+        """With ``batch_by_speed``: a pipeline's average number of micro-batches, and the number of which each must have
+        a multiple."""
         return self.num_micro_batches, self.num_stages if self.schedule in LOOPED else 1
 
     def on_hosts(self, hosts: Sequence[str]) -> Options:
-        """Return these options for pipelines that run on ``hosts``, by number: a method's groups may depend on them.
+        """Return these options for pipelines that run on ``hosts``, in their order: a method's groups may depend on
+        them.
 
         Raises:
             ConfigurationError: the method's values do not fit these hosts.
@@ -157,7 +159,7 @@ def resolve(given: Mapping[str, Any], job: ElasticJob | None) -> Options:
 
     Args:
         given: arguments by name; None stands for a default.
-        job: the job, in an elastic run, that this process belongs to, which overrides some of them.
+        job: the job of an elastic run that this process belongs to, which overrides some of them.
 
     Raises:
         ConfigurationError: some of them do not go together, or a file or a scheduler that they name is missing.
@@ -259,11 +261,11 @@ def _check_unlike(options: Options) -> None:
 
 
 def check_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for options that cannot be meant so.
+    """Raise ConfigurationError for unknown options, and for types and values not allowed.
 
     Args:
         given: all options by name.
-        unknown: those that are no options.
+        unknown: those that are not options.
         hints: the types of ``given``.
     """
     for name in unknown:

@@ -38,8 +38,8 @@ _EVERY_RANK = (
 class TrainingRun:
     """The run of one worker, through all of its Trainer's runs on the same processes.
 
-    Here all workers are there from its beginning to its end; in an
-    :class:`~lightning_sdpipe.worker.elastic.run.ElasticRun` pipelines come and go.
+    Here all workers are present from beginning to end; in an :class:`~lightning_sdpipe.worker.elastic.run.ElasticRun`
+    pipelines come and go.
 
     Args:
         options: those of the strategy; the attribute ``options`` has the values that depend on the hosts, once those
@@ -51,7 +51,7 @@ class TrainingRun:
     membership: RunConnection | None = None
     """Connection of this worker to the scheduler; None if no run is under way."""
     peers: Peers | None = None
-    """Replicas of this worker's stage that are there, while a run is open in which they come and go; else None."""
+    """The present replicas of this worker's stage, while an elastic run is open; else None."""
     evaluations: SharedEvaluations | None = None
     """Divides the evaluations of a fit among the pipelines; None where each has a shard of its own."""
 
@@ -66,7 +66,7 @@ class TrainingRun:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of the run. Where devices are placed, it is known once the ranks have gathered."""
+        """Mesh of the run. With a placement it is known once the ranks have gathered."""
         if self._placed is not None:
             return self._placed
         workers, options = self._strategy.num_nodes * self._strategy.num_processes, self.options
@@ -91,7 +91,7 @@ class TrainingRun:
         resolved = self.options.on_hosts(hosts)
         depths = () if mesh.alike else mesh.depths
         registry.build(resolved.method.policy, mesh.num_stages, mesh.num_pipelines, depths)
-        if placement is None and not self._unlike_machines:  # else which pipeline is where is not known yet
+        if placement is None and not self._unlike_machines:  # else it is not known yet which pipeline is where
             self.options = resolved
 
     @property
@@ -99,8 +99,8 @@ class TrainingRun:
         return bool(self.options.depths) and isinstance(self._strategy.cluster_environment, TorchrunEnvironment)
 
     def _hosts(self, devices: Sequence[str]) -> list[str]:
-        """Return where the stages of each pipeline run: by the names of all ``devices``, or else by how many a machine
-        has."""
+        """Return where the stages of each pipeline run: by the names of all ``devices``, or without them by the number
+        of processes of a machine."""
         names = [device.rpartition(":")[0] for device in devices]
         of_a_machine = self._strategy.num_processes
         nodes = [[names[rank] if names else str(rank // of_a_machine) for rank in row] for row in self.mesh.ranks]
@@ -109,10 +109,10 @@ class TrainingRun:
         return [",".join(row) for row in nodes]
 
     def check_trainer(self, trainer: Trainer) -> None:
-        """Raise ConfigurationError for what ``trainer`` is asked to do and such a run cannot."""
+        """Raise ConfigurationError if ``trainer`` is asked for something that such a run cannot do."""
 
     def open(self) -> None:
-        """Connect this worker with the others; each must call it when the world's process group exists."""
+        """Connect this worker with the others; each must call it once the world's process group exists."""
         strategy = self._strategy
         if self._groups is None:
             placement = self.options.placement
@@ -127,7 +127,7 @@ class TrainingRun:
         assert environment is not None
         number = torch.tensor(1 + secrets.randbits(61) if dist.get_rank() == 0 else 0, device=strategy.root_device)
         with p2p.waiting_for(self._groups.world, "beginning a run", _EVERY_RANK):
-            dist.all_reduce(number)  # of rank 0; each rank gets it when all have come: none is in the run before
+            dist.all_reduce(number)  # rank 0's; a rank gets it once all have come, so none is still in the run before
         self.membership = SchedulerConnection(
             self.mesh,
             self.options.method.policy,
@@ -147,7 +147,7 @@ class TrainingRun:
 
     @property
     def opened(self) -> bool:
-        """True if other workers can be reached yet."""
+        """True once other workers can be reached."""
         return self._groups is not None
 
     @property
@@ -157,7 +157,7 @@ class TrainingRun:
 
     @property
     def publisher(self) -> Publisher | None:
-        """Asked before a checkpoint takes its place; None if only this process ever writes any."""
+        """Object that is asked before a checkpoint takes its place; None if only this process writes checkpoints."""
         return None
 
     @property
@@ -200,13 +200,13 @@ class TrainingRun:
         return DealtBatchSource(inputs)
 
     def set_out(self, trainer: Trainer, data_seed: int) -> int:
-        """Set out when all is set up, and nothing restored yet. Return the seed of the run's data: ``data_seed``, which
-        is this worker's, unless it begins together with others."""
+        """Begin the run once everything is set up, and before anything is restored. Return the seed of the run's data:
+        this worker's ``data_seed``, unless it begins together with others."""
         return data_seed
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the metrics that every worker gets from ``values``, those that each has: here rank 0's, which rank 0
-        gets unchanged. Every worker must call it."""
+        """Return the metrics that every worker gets when each gives its ``values``: here rank 0's, which rank 0 gets
+        unchanged. Every worker must call it."""
         shared = p2p.broadcast_value(values, 0, self.groups.world)
         return values if self.groups.rank == 0 else shared
 
@@ -216,7 +216,7 @@ class TrainingRun:
         return agreed
 
     def vote(self, decision: bool, all: bool) -> bool:
-        """Return whether all are for it, or (not ``all``) any. Every worker must call it."""
+        """Return whether ``decision`` is true on all workers, or unless ``all`` on any. Every worker must call it."""
         votes = torch.tensor(int(decision), device=self._strategy.root_device)
         dist.all_reduce(votes)
         return int(votes) == dist.get_world_size() if all else bool(votes)

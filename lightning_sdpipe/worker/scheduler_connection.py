@@ -2,8 +2,8 @@
 its client; what each process is told when a worker fails; and the end of one that cannot end by itself.
 
 gloo offers no way to wake a thread that waits for a tensor of another process while that process lives, or for one that
-was under way when the connection was lost. So when a run is over and a worker has not noticed within a few seconds,
-another thread, the :class:`Watchdog`, prints the reason and gives up. It also looks whether what is waited for can
+was under way when the connection was lost. So when a run has ended and a worker has not noticed within a few seconds,
+another thread, the :class:`Watchdog`, prints the reason and gives up. It also checks whether what is waited for can
 still come.
 """
 
@@ -58,11 +58,11 @@ class Watchdog:
     """A timer that is armed when another worker has failed, and disarmed when this one has noticed.
 
     Args:
-        describe: describes a failure, for people.
+        describe: describes a failure, for users.
         give_up: ends this process's wait.
-        lost: called once, in another thread, when the connection has ended over which this worker waits for a message.
+        lost: called once, in another thread, when the connection over which this worker waits for a message has ended.
         stalled: called in that thread with what this worker waits for, and the addresses that acknowledge nothing, once
-            no byte has come or gone for ``limit()`` seconds; and with nothing, when that is over.
+            no byte has come or gone for ``limit()`` seconds; and with an empty tuple once bytes move again.
         port: that of the scheduler, with which bytes are always exchanged.
     """
 
@@ -85,7 +85,7 @@ class Watchdog:
         self._telling: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Look from now on, until it is disarmed, whether what is waited for can come."""
+        """Check from now on, until disarmed, whether what is waited for can still come."""
         self._looking.start()
 
     def arm(self, failure: End) -> None:
@@ -98,7 +98,7 @@ class Watchdog:
         self._noticed.set()
         for thread in (self._looking, self._telling):
             if thread is not None and thread.is_alive():
-                thread.join(_PATIENCE)  # it refers to process groups, which must not outlive the interpreter there
+                thread.join(_PATIENCE)  # it holds process groups, which must not outlive the interpreter in a thread
         if self._timer is not None:
             self._timer.cancel()
 
@@ -148,7 +148,7 @@ def standing_scheduler(address: str | None, key_file: str | Path | None) -> Sche
     """Return the scheduler that another program runs: as given, or as SDPIPE_SCHEDULER and SDPIPE_KEY_FILE name it.
 
     Raises:
-        ConfigurationError: the address is none, or the key file cannot be read, or others can read it.
+        ConfigurationError: the address is not one, or the key file cannot be read, or others can read it.
     """
     name, address = ("scheduler", address) if address else ("SDPIPE_SCHEDULER", os.environ.get("SDPIPE_SCHEDULER"))
     if address is None:
@@ -163,7 +163,7 @@ def scheduler_log(directory: str | Path | None, standing: SchedulerAddress | Non
     """Return the log file in ``directory`` for a scheduler that rank 0 starts.
 
     Raises:
-        ConfigurationError: there is a ``standing`` scheduler, which writes its own log, or the directory is elsewhere.
+        ConfigurationError: there is a ``standing`` scheduler, which writes its own log, or the directory is not local.
     """
     if directory is not None and not is_local_path(directory):
         raise ConfigurationError(f"log_dir={str(directory)!r} is no directory of rank 0's machine; give one there.")
@@ -200,18 +200,18 @@ class RunConnection(Protocol):
     client: SchedulerClient
 
     def explain(self, error: Exception, told_to_end: Callable[[], bool]) -> None:
-        """Raise the cause of ``error``, if it is known: another worker may have failed before. ``told_to_end`` says
+        """Raise the cause of ``error``, if it is known: another worker may have failed before. ``told_to_end`` returns
         whether this process was told to end."""
 
     def plan(self, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
-        """Return the plans that ``make`` makes of ``cuts``, or of the sizes by which other pipelines of the run are cut
-        already. Every worker must call it."""
+        """Return the plans that ``make`` makes of ``cuts``, or of the cut that other pipelines of the run already have.
+        Every worker must call it."""
 
     def fail(self, exception: BaseException) -> None:
-        """Report that this worker ends by ``exception``."""
+        """Report that this worker ends with ``exception``."""
 
     def close(self) -> None:
-        """Close the connection when the run is over."""
+        """Close the connection when the run has ended."""
 
 
 class SchedulerConnection:
@@ -283,8 +283,8 @@ class SchedulerConnection:
         return make(cuts)
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the other workers of ``exception``, unless it came from one of them. A connection that is lost, or a
-        message that does not come, is told: the scheduler knows best who failed first."""
+        """Tell the other workers of ``exception``, unless it came from one of them. A lost connection or a missing
+        message is reported: the scheduler knows best which worker failed first."""
         self._watchdog.disarm()
         alone = dist.is_initialized() and dist.get_world_size() == 1
         if not alone:

@@ -55,8 +55,8 @@ class Phase(StrEnum):
     ABSENT      STEPPING  ABSENT    .         FINISHING  DRAINING  LEAVING
     FINISHING   .         .         .         .          .         LEAVING
 
-    STEPPING and ABSENT last until the next event. The others end by themselves, in the phase in which they began. So a
-    worker drains before it leaves and before it is absent, and does not drain within an update.
+    STEPPING and ABSENT last until the next event. The others end by themselves, back in the phase in which they began.
+    So a worker drains before it leaves and before it is absent, and does not drain within an update.
     """
 
     STEPPING = "goes from mini-batch to mini-batch"
@@ -121,7 +121,7 @@ def _refusal(phase: Phase, event: Event) -> ConfigurationError:
 
 
 class Phases:
-    """The phases that one worker is in: the one that lasts, and those that have begun in it. As a context, which
+    """The phases that one worker is in: the one that lasts, and those that have begun in it. As the context that
     :meth:`within` returns, it ends the innermost one."""
 
     def __init__(self) -> None:
@@ -167,8 +167,8 @@ class NonfiniteWatch:
 
     A loss of one pipeline that is nan makes its parameters nan within a step, and averaging those of all others soon
     after. So each worker looks at its losses and at its parameters after each update, and reads what it found before it
-    shares its model; then the run ends, before one pipeline's model reaches the others. Looking does not wait for a
-    GPU; reading does, which is why it is put off until then.
+    shares its model; if a number is not finite, the run ends before that model reaches the others. Looking does not
+    wait for a GPU; reading does, which is why it is put off until then.
 
     Args:
         where: names this worker's stage and pipeline.
@@ -227,7 +227,7 @@ class _Earliest:
 
 
 class FirstFailure:
-    """A context for waits for other workers, whose errors say which worker failed first, and why.
+    """A context for waits for other workers; its errors say which worker failed first, and why.
 
     Args:
         explain: raises the cause of an error, if it is known.
@@ -255,7 +255,7 @@ class Training:
         rendezvous: its synchronisation state.
         client: its connection to the scheduler.
         groups: its process groups.
-        draws: switch between the random streams of batches and steps.
+        draws: switches between the random streams of batches and steps.
         guard: is told when a step of the user's runs, in which some collectives are refused.
         watch: looks for values that are not finite; None not to look.
         first_failure: context for waits for other workers, which may have failed.
@@ -276,11 +276,12 @@ class Training:
     mini_batches: int = 0
     """Mini-batches that this worker has begun since training started."""
     updates: int = 0
-    """Number of its next update, counted alike in all pipelines: absences count. All stages begin training with one."""
+    """Number of its next update, counted alike in all pipelines: absences count. All stages begin with the same
+    number."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """What the last training step has returned beside its loss, if one stage ran it once."""
+    """What the last training step returned besides its loss, if the model is not cut and the step ran once."""
     underway: bool = False
-    """True while batches are dealt, so that each pipeline is at a number of its own until the next sync point."""
+    """True while batches are dealt: each pipeline is at a batch number of its own until the next sync point."""
     _first_update: int = 0
     _phases: Phases = field(default_factory=Phases)
     _gives_nothing: bool = False  # this turn, without a batch, adds nothing to the mean with others
@@ -304,7 +305,7 @@ class Training:
         self._is_cut = self.groups.mesh.num_stages > 1
         last = last_wait(self.trainer, self.groups.mesh.num_stages, self.parts.pipeline.flushes)
         self.ready = ReadySignal(last, self.announce)
-        # what nothing hears is said after the step, and no backward is watched for it
+        # a method that announces nothing joins after the step, and no backward is watched
         self._heard = self.ready if type(self.sync).announce is not Synchronizer.announce else None
         self._scales = scaler_of(self.trainer.precision_plugin) is not None
         self._look_before_sharing: Callable[[], None] = (lambda: None) if self.watch is None else self.watch.check
@@ -317,7 +318,7 @@ class Training:
 
     @property
     def updating(self) -> bool:
-        """True during an optimizer step, which the next backward is for."""
+        """True during an optimizer step; the next backward is for it."""
         return self._phases.updating
 
     @property
@@ -328,7 +329,7 @@ class Training:
     # ---------------------------------------------------------------- turns
 
     def begin_at(self, update: int) -> None:
-        """Let training start at the update of that number, where another worker was, or a checkpoint."""
+        """Let training start at number ``update``, where another worker or a checkpoint was."""
         self._first_update = update
 
     def begin(self) -> None:
@@ -359,8 +360,8 @@ class Training:
                 self.rendezvous.join()
 
     def step(self, batch: Any, arguments: tuple[Any, ...], source: BatchSource) -> Tensor | None:
-        """Run the user's training step: return a loss whose ``backward`` puts the gradients in place; None if it
-        returned None, in the only process, which then skips the batch."""
+        """Run the user's training step. Return a loss whose ``backward`` puts the gradients in place; None if the step
+        returned None in a run of one process, which then skips the batch."""
         self._asked += 1
         share = 1 / self.trainer.accumulate_grad_batches if self.parts.pipeline.flushes else 1.0
         if self._phases.lasting is Phase.ABSENT:  # hooks then see the loss of the batch before
@@ -390,7 +391,7 @@ class Training:
                     self.sync.weigh(self._samples)
             accumulated = self._accumulated and not source.zeroes_gradients
             self.others, self._without_loss, self._skipped = {}, 0.0, False
-            # who trains a part of the batch of all pipelines must not matter
+            # which pipeline trains a part of a joint batch must not matter
             self._weighs = exchange is not None and not accumulated and portion is None
             loss = self.parts.pipeline.train(batch, step, self.mini_batches, exchange, accumulated, self._heard)
             if self.state is not None:
@@ -410,9 +411,9 @@ class Training:
         return loss
 
     def _take(self, whole: float, outcome: Any, part: float) -> None:
-        """Take what the step has returned, which is no tensor, for so large a part of the ``whole`` mini-batch. None
-        skips that part: as in an accumulation, it adds nothing to the gradient; and if it is all of the mini-batch,
-        that counts for nothing in the mean of gradients, unless pipelines divide one batch."""
+        """Take what the step has returned, other than a tensor, for this ``part`` of the ``whole`` mini-batch. None
+        skips the part: as in an accumulation, it adds nothing to the gradient. A mini-batch of which all parts are
+        skipped has no weight in the mean of gradients, unless pipelines divide one batch."""
         strategy: Any = self.trainer.strategy
         if isinstance(outcome, Mapping) and strategy.num_micro_batches == 1:
             self.others = {name: value for name, value in outcome.items() if name != "loss"}
@@ -425,7 +426,7 @@ class Training:
 
     def step_by_hand(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run a training step of manual optimization, which runs backwards and steps optimizers itself; then share the
-        model, if any has stepped. Turns without a batch, before those that have some meet, count their steps."""
+        model, if any has stepped. A turn without a batch, just before the others meet, counts their steps."""
         if self._phases.now is Phase.ABSENT:
             self.draws.between_steps(Point.STEP_ENDED)
             self.updates += self.sync.gradients is None and self._steps > 0  # else that of others comes with gradients
@@ -459,7 +460,7 @@ class Training:
         return output
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run Lightning's optimizer step, whose ``closure`` runs :meth:`step`, unless the pipeline is only filled.
+        """Run Lightning's optimizer step, whose ``closure`` runs :meth:`step`, unless the pipeline is still filling.
 
         Raises:
             ConfigurationError: the optimizer stepped without the closure, and the model is cut.
@@ -547,7 +548,7 @@ class Training:
     # ------------------------------------------- turns, as the source of batches sees them
 
     def show(self, metrics: Mapping[str, float]) -> None:
-        """Show people ``metrics``, which all workers have; see :class:`~lightning_sdpipe.loop.batch_source.Turns`, as
+        """Show users ``metrics``, which all workers have; see :class:`~lightning_sdpipe.loop.batch_source.Turns`, as
         for all that follow."""
         if self._outlook is not None:
             self._outlook.metrics = metrics
@@ -647,8 +648,9 @@ class Training:
         return output
 
     def _counted(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """Wrap ``closure`` for one step of ``optimizer``, which may call it several times where nothing is cut. Else a
-        second call raises ConfigurationError: it runs the whole pipeline, and tells others that an update follows."""
+        """Wrap ``closure`` for one step of ``optimizer``, which may call it several times if the model is not cut. If
+        it is, a second call raises ConfigurationError: it would run the whole pipeline, and tell others that an update
+        follows."""
         calls = 0
 
         def run() -> Any:
@@ -713,15 +715,15 @@ class Training:
             while pipeline.draining:
                 self._update(strategy.optimizers[0], backward)
                 late += pipeline.late_only
-                strategy.optimizers[0].zero_grad()  # Lightning does not, if this is amidst an accumulation
+                strategy.optimizers[0].zero_grad()  # Lightning does not, within an accumulation
             self.updates -= late  # decisions about one stage hold for others at the same number
             pipeline.finish()
             pipeline.settle()
 
 
 class StateByHand:
-    """State of a worker's training by hand, as replicas that average gradients take it over: that of its optimizers,
-    where it is among updates and backwards, and the gradients of an update that has begun."""
+    """State of a worker in manual optimization, as replicas that average gradients take it over: that of its
+    optimizers, the update and backward that it is at, and the gradients of an update that has begun."""
 
     def __init__(self, state: TrainingState, training: Callable[[], Training]) -> None:
         self._state, self._training = state, training

@@ -1,17 +1,17 @@
 """Turns of Lightning's loop in an elastic run.
 
-All that changes the pipeline happens between two turns, where Lightning's counters, the model and the optimizer belong
-together: it gives its state to a newcomer, it leaves, it takes over from the leader. All waiting for batches happens
-there, too, so that a worker that waits can still give its state. So the end of a segment is a turn of its own, in which
-nothing is trained.
+All that changes the pipeline happens between two turns, where Lightning's counters, the model and the optimizer agree:
+it gives its state to a newcomer, it leaves, it takes over from the leader. All waiting for batches happens there, too,
+so that a worker that waits can still give its state. So the end of a segment is a turn of its own, in which nothing is
+trained.
 
 Where all pipelines make every update together (:class:`RoundBatchSource`), every turn but the last of a segment is a
 round of gradients. A pipeline without a batch takes its turn, too: it gives no gradient, and steps with those of the
 others. So replicas stay equal, and know which batches are in the model. Those batches count. A batch of a pipeline that
-is gone is dealt again, and passed over by all if its gradient was in a round. The counters, and with them learning
-rates, follow the model as well, alike in all pipelines. With several stages, a pipeline that goes in a round may have
-been in it on some stages only. The stages of each other pipeline then agree on the batches that are in the model of all
-of them. A batch that is not is trained again.
+is gone is dealt again, and skipped by all if its gradient was in a round. The counters, and with them learning rates,
+follow the model as well, alike in all pipelines. With several stages, a pipeline that is lost in a round may have been
+in it on some stages only. The stages of each other pipeline then agree on the batches that are in the model of all of
+them. A batch that is not is trained again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from lightning_sdpipe.worker.elastic.leader import CommandChannel, LeaveNotice
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 _SOON = 0.05
-"""Seconds that a pipeline waits for a batch before it takes a turn without one, and that a held one waits at a time."""
+"""Seconds that a pipeline waits for a batch before it takes a turn without one, and between looks while it is held
+up."""
 _IDLE = "idle"
 
 
@@ -125,7 +126,7 @@ class ElasticBatchSource(DealtBatchSource):
         self._duties.give(command.text, self.state)
         self._duties.commands.done()  # no stage comes to the next barrier before all have reported
         if self._turns.underway:
-            self._client.trained(self._trained, self._turns.loose)  # what that took is of no batch
+            self._client.trained(self._trained, self._turns.loose)  # the time that took is no batch's
 
     @property
     def _lacks_batch(self) -> bool:
@@ -133,7 +134,7 @@ class ElasticBatchSource(DealtBatchSource):
         return self._turns.underway and self._next is None and not self._over
 
     def _between_turns(self) -> None:
-        """Do what is to be done before a turn: stage 0 decides, when it may begin, and the others follow."""
+        """Do what is due before a turn: stage 0 decides once the turn may begin, and the others follow."""
         commands, self._idle = self._duties.commands, False
         if self._lacks_batch and not self.takes_idle_turns:
             self._rest()
@@ -184,9 +185,9 @@ class TrainedBatches:
     """The batches of a segment that are in the model of this stage.
 
     Args:
-        segment: numbers of each shard's batches.
+        segment: the range of batch numbers in each shard.
         shards: number of shards.
-        known: value of :attr:`flags` in another pipeline.
+        known: value of :attr:`flags` in another pipeline; None to begin with no batch.
     """
 
     def __init__(self, segment: Segment, shards: int, known: Tensor | None = None) -> None:
@@ -255,7 +256,7 @@ class RoundBatchSource(ElasticBatchSource):
         assert self._in_model is not None
         for batch in outcome.batches:
             self._in_model.add(batch)
-        # A pipeline that was lost in a round and is back in the next one is there in another epoch.
+        # A pipeline that was lost in a round and is back in the next one has come in another epoch.
         self._doubts |= not self._members <= {*outcome.members} or self._epoch not in (0, outcome.epoch)
         self._members, self._epoch = {*outcome.members}, outcome.epoch
 

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def training_loader(trainer: Trainer) -> Any:
-    """Return a loader of the training data that the user's hook makes, to be let go again."""
+    """Return a loader of the training data, made by the user's hook, for a look at the data only."""
     with isolate_rng():
         return data_source(trainer.fit_loop).dataloader()
 
@@ -107,8 +107,8 @@ def join(
     """Wait until training begins, and take the state that it begins with.
 
     Returns:
-        The start, and the state. None where this pipeline begins anew: it may have received the state of a donor that
-        was lost before all of its stages had theirs.
+        The start and the state. The state is None where this pipeline begins anew, even if it received that of a donor
+        that was lost before all stages had theirs.
 
     Raises:
         WorkerFailedError: the scheduler has been started again before it could say that this pipeline begins anew, and
@@ -136,11 +136,10 @@ def begin_together(
 ) -> tuple[int, dict[int, bytes]]:
     """Give ``tensors`` on all of the first pipelines the values of one of them, the same one in every stage.
 
-    Each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met
-    with it and another without, or one may have its tensors and another not. So the stages of a pipeline tell each
-    other how their barriers went, which is the same in all pipelines. The source is the first pipeline that came in
-    every stage. If not all pipelines that are left have its tensors in every stage, all begin again with what they had
-    at first.
+    Each stage meets by itself. When a pipeline is lost meanwhile, one stage may have met with it and another without,
+    or one may have its tensors and another not. So the stages of a pipeline tell each other how their barriers went,
+    which is the same in all pipelines. The source is the first pipeline that came in every stage. If not all pipelines
+    that are left have its tensors in every stage, all begin again with what they had at first.
 
     Args:
         barriers: those of this worker's stage, at a point of their own.
@@ -173,10 +172,10 @@ def begin_together(
 
 
 def compare(every: Mapping[int, State]) -> str | None:
-    """Compare what pipelines say that begin together. Return how their data differ; None if they do not.
+    """Compare what the pipelines that begin together say. Return how their data differ; None if they do not.
 
     Raises:
-        ConfigurationError: they would go on from unlike checkpoints.
+        ConfigurationError: they would go on from different checkpoints.
     """
     checkpoints = {pipeline: said["checkpoint"] for pipeline, said in every.items()}
     if len({digest for digest, _ in checkpoints.values()}) > 1:
@@ -210,7 +209,7 @@ class Fit:
     """Digests of some samples of the training data; stage 0 knows them."""
 
     def receive(self, what: Receive) -> State:
-        """Receive the state of the donor's stage; it is given up when another donor is found, since others may wait."""
+        """Receive the state of the donor's stage; give up when another donor is found, since others may wait."""
 
         def is_in_vain() -> bool:
             return self.client.offered != what.transfer
@@ -255,11 +254,11 @@ class Fit:
         lightning_internals.resume_from(self.trainer, lambda _: path)
 
     def begin_together(self, barriers: Barriers, data_seed: int, path: Any) -> int:
-        """Make the first pipelines equal, which go on from the checkpoint at ``path`` if there is one. Return the
-        data's seed of the first of them, which all take over.
+        """Make the first pipelines equal; they go on from the checkpoint at ``path`` if there is one. Return the data
+        seed of the one that the others take over from.
 
         Raises:
-            ConfigurationError: another pipeline would go on from another checkpoint.
+            ConfigurationError: pipelines would go on from different checkpoints.
         """
         replica = self.training.sync.replica
         with barriers.at("beginning"):  # at no epoch: if a pipeline is lost, starts may name different ones

@@ -5,8 +5,8 @@ Every turn but the last of a segment is a round of gradients. The flags of a rou
 in it, and how fast each is; :mod:`lightning_sdpipe.dealing.joint_rounds` has the rules by which they divide the next
 one alike. A pipeline without a share, or one that is held up, takes its turn, too, and gives no gradient.
 
-With several stages, a pipeline that goes in a round may have been in it on some stages only. Stage 0 tells the others
-when to agree on what is missed: what is not in the model of every stage is trained again.
+With several stages, a pipeline that is lost in a round may have been in it on some stages only. Stage 0 tells the
+others when to agree on what is missed: what is not in the model of every stage is trained again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_sdpipe.pipeline.micro_batches import Portion
 from lightning_sdpipe.sync.present_averaging import PresentAveraging
 from lightning_sdpipe.worker.elastic.elastic_batches import Duties, ElasticBatchSource, State
 
-_KEPT = 0.5  # part of the known speed that counts beside that of the last turn
+_KEPT = 0.5  # weight of the known speed, against that of the last turn
 
 
 class JointRoundSource(ElasticBatchSource):

@@ -4,7 +4,7 @@ Stage 0 broadcasts commands before every turn, so that all stages of a pipeline 
 pipeline that is told to end, by a signal to any of its processes, ends where stage 0 says so.
 
 The leader's pipeline has duties for all: its rank 0 logs, and writes checkpoints. When the leader is gone, the next one
-goes on where it wrote.
+goes on writing where it stopped.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ class CommandChannel:
             self._pass_on(torch.tensor([command.kind, len(text), *text.ljust(_BYTES, b"\0")], dtype=torch.uint8))
 
     def hold(self) -> None:
-        """Let the other stages wait on for a command, each of whose waits ends after the timeout of their process
-        group. Call it often."""
+        """Keep the other stages waiting for a command: each wait would end after the timeout of their process group.
+        Call it often."""
         if time.monotonic() - self._sent > _HOLD_EVERY:
             self.send(Command(CommandKind.HOLD))
 
     def receive(self) -> Command:
-        """Wait for the command of stage 0, for as long as that holds."""
+        """Wait for the next command of stage 0 that is not a hold."""
         while True:
             heard = self._pass_on(torch.empty(_BYTES + 2, dtype=torch.uint8)).tolist()
             if heard[0] != CommandKind.HOLD:
                 return Command(CommandKind(heard[0]), bytes(heard[2 : 2 + heard[1]]).decode("ascii"))
 
     def least(self, values: torch.Tensor) -> None:
-        """Set ``values`` on all stages to the least of each of them."""
+        """Set each of ``values``, on all stages, to the least over the stages."""
         if not self.alone:
             with waiting_for(self._group, "agreeing"):
                 dist.all_reduce(values, dist.ReduceOp.MIN, group=self._group)
@@ -100,11 +100,11 @@ class CommandChannel:
 
 
 class LeaveNotice:
-    """Notes SIGTERM, on whichever process of a pipeline it comes, and lets stage 0 know.
+    """Notes a SIGTERM to any process of a pipeline, and lets stage 0 know.
 
     Args:
-        client: that of the scheduler, whose store passes the notice to stage 0: the run's own processes alone reach it,
-            and the pipeline's TCPStore has no keys.
+        client: the scheduler's client. The scheduler's store passes the notice to stage 0: only the run's own processes
+            reach it, whereas the pipeline's TCPStore has no keys.
         pipeline: that of this worker.
         commands: knows whether this is stage 0, and whether there are other stages.
     """
@@ -123,7 +123,7 @@ class LeaveNotice:
             threading.Thread(target=self._hear, name="sdpipe leaving", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening when training is over."""
+        """Stop listening when training has ended."""
         self._closed = True
 
     def _note(self, signum: int | signal.Signals, _: FrameType) -> None:
@@ -146,7 +146,7 @@ class LeaveNotice:
 
 
 def take_place(rank: int, leads: bool) -> None:
-    """Set rank zero for all that asks for it: whether this process, of that rank in its pipeline, is the one."""
+    """Tell all code that asks whether this process, of that ``rank`` in its pipeline, is rank zero."""
     said: Any = lightning_rank_zero.rank_zero_only
     everywhere: Any = of_everybody
     said.rank = everywhere.rank = rank if leads else rank + _NOT_ZERO
@@ -163,16 +163,16 @@ class Leadership:
 
     def __init__(self, rank: int, pipeline: int) -> None:
         self._rank, self._pipeline = rank, pipeline
-        self._heir: Trainer | None = None  # that of a process which other pipelines led when it began
+        self._heir: Trainer | None = None  # of a process that did not lead when training began
         self.held = False
         self.say()
 
     def say(self) -> None:
-        """Set rank zero for all that asks for it; repeated when other code has set it otherwise."""
+        """Tell all code that asks whether this is rank zero; repeat it when other code has set that otherwise."""
         take_place(self._rank, self.held)
 
     def take(self, present: Sequence[int]) -> None:
-        """Lead from now on if this pipeline is the first of those that are ``present``, and not if it is not."""
+        """Lead from now on if this pipeline is the first of those that are ``present``, and else do not."""
         leads = present[:1] == [self._pipeline]
         if leads == self.held:
             return
@@ -198,7 +198,7 @@ def names(trainer: Trainer) -> dict[str, list[Any]]:
 
 
 def adopt(trainer: Trainer, found: dict[str, list[Any]]) -> None:
-    """Make ``trainer`` write where the leader does, if ever."""
+    """Make ``trainer`` write where the leader does, if it ever leads."""
     for logger, version in zip(trainer.loggers, found["versions"], strict=False):
         if version is not None:
             lightning_internals.set_version(logger, version)
@@ -215,8 +215,8 @@ def go_on(trainer: Trainer) -> None:
 
 
 def show_progress(trainer: Trainer, underway: bool) -> None:
-    """Show the progress bar in this process, where Lightning has switched it off. ``underway``: training has begun, and
-    the bar was not told so."""
+    """Show the progress bar in this process, where Lightning has switched it off. ``underway`` says that training has
+    begun without the bar being told."""
     bar = trainer.progress_bar_callback
     if bar is not None:
         bar.enable()

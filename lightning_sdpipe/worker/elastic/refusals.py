@@ -24,14 +24,14 @@ _HOW = "in an elastic run (SDPIPE_PIPELINE is set)"
 
 
 def check_options(options: Options) -> None:
-    """Raise ConfigurationError for options of the strategy that no elastic run carries out."""
+    """Raise ConfigurationError for options of the strategy that elastic runs do not support."""
     if options.start_method != "popen":
         raise ConfigurationError(f"start_method={options.start_method!r} does not work {_HOW}: leave it out.")
 
 
 def check_served(options: Options, served: Sequence[int], address: str) -> None:
-    """Raise ConfigurationError if the scheduler at ``address`` serves pipelines of another depth: it has ``served`` a
-    number of stages, one of pipelines and, for ordinary runs of unlike pipelines, the stages of each."""
+    """Raise ConfigurationError if the scheduler at ``address`` serves pipelines of another depth. ``served`` has its
+    numbers of stages and of pipelines and, for ordinary runs of unlike pipelines, the stages of each."""
     job = options.job
     assert job is not None
     stages = {*served[2:]} or {served[0]}
@@ -56,7 +56,7 @@ def check_scheduler(options: Options, needed: PolicyConfig, held: PolicyConfig) 
 
 
 def check_trainer(trainer: Trainer, options: Options) -> None:
-    """Raise ConfigurationError for what a Trainer is asked for and an elastic run cannot do."""
+    """Raise ConfigurationError if ``trainer`` is asked for something that an elastic run cannot do."""
     if trainer.state.fn == TrainerFn.FITTING:
         each = trainer.accumulate_grad_batches
         check(options.method, Combination(options.sync, options.exchange, elastic=True, accumulate_grad_batches=each))

@@ -154,8 +154,8 @@ class ElasticRun(TrainingRun):
         return self._lead.held
 
     def take_lead(self) -> None:
-        """Lead from now on if all pipelines before this one have gone, and not if one of them is there. Called between
-        two turns, and after barriers."""
+        """Lead from now on if all pipelines before this one have gone, and else do not. Called between two turns, and
+        after barriers."""
         members = [member.pipeline for member in self._there.client.epoch.members]
         here = self._there.barriers.present(members)
         if members:
@@ -163,7 +163,7 @@ class ElasticRun(TrainingRun):
 
     @property
     def publisher(self) -> Publisher | None:
-        """Asked before a checkpoint takes its place; None when the run is over."""
+        """Object that is asked before a checkpoint takes its place; None outside of a fit."""
         if self._open is None or self._fit is None:
             return None
         return Publisher(self._there.client, self._fit.trainer.global_step, self._fit.source.run)
@@ -175,8 +175,8 @@ class ElasticRun(TrainingRun):
 
     @property
     def evaluation_sampler(self) -> dict[str, int]:
-        """Arguments by which every pipeline knows all of the data, since it is not known beforehand which will be
-        there."""
+        """Arguments that give every pipeline all of the data, since it is not known beforehand which pipelines will be
+        present."""
         return {"num_replicas": 1, "rank": 0}
 
     # ------------------------------------------------------------ what they do
@@ -207,11 +207,11 @@ class ElasticRun(TrainingRun):
         return self._fit
 
     def share(self, values: dict[str, float]) -> dict[str, float]:
-        """Return the mean over the pipelines that are there, of each value over those that have it."""
+        """Return the mean of each value over those of the present pipelines that have it."""
         return self._there.barriers.agree(self.groups, values, lambda each: _means([*each.values()]))
 
     def from_leader(self, numbers: list[float]) -> list[float]:
-        """Return the numbers of the pipeline that leads, or if none does, of the first that is there."""
+        """Return the numbers of the pipeline that leads, or if none does, of the first one present."""
 
         def leaders(each: Mapping[int, tuple[bool, list[float]]]) -> list[float]:
             return min(each.values(), key=lambda said: not said[0])[1]

@@ -1,10 +1,10 @@
 """An elastic worker's client of the scheduler, and the effect of failures: they end its own pipeline only; the
-scheduler's store as torch takes it; and the cut of all pipelines of the run, which they tell each other there.
+scheduler's store in the form that torch takes; and the cut that all pipelines of the run agree on there.
 
-Where the cut follows from measured times, it is that of the first pipeline that has measured. The others take it over,
-those that come later without measuring. They tell each other before they enrol: a pipeline that has measured takes a
-number, and the one of number 1 tells the sizes of its stages. Members have each scheduler of the run keep them, since a
-store does not survive its scheduler.
+Where the cut follows from measured times, all pipelines take that of the first one that has measured; those that come
+later do not measure. They agree before they enrol: a pipeline that has measured takes a number, and number 1 tells the
+sizes of its stages. Members make each scheduler of the run keep the sizes, since a store does not survive its
+scheduler.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _from_rank_zero(ask: Callable[[], list[int] | None]) -> list[int] | None:
 
 
 def key_of(cut: PipelineCut, name: str = "kept") -> str:
-    """Return the key of what pipelines that are to be cut by ``cut`` tell each other: the sizes that members keep, the
-    ``"sizes"`` of the first, or the ``"number"`` of those that have measured."""
+    """Return the key of what pipelines tell each other about ``cut``: the sizes that members keep, the ``"sizes"`` of
+    the first, or the ``"number"`` of those that have measured."""
     asked = hashlib.sha256(repr(cut).encode()).hexdigest()[:12]
     return f"cut-{asked}/{name}"
 
@@ -92,7 +92,7 @@ def known(store: SchedulerClient, cut: PipelineCut) -> list[int] | None:
 
 def agree(store: SchedulerClient, cut: PipelineCut, mine: Sequence[int], seconds: float = _TELLING) -> list[int]:
     """Return the sizes that all pipelines use: ``mine``, which follow from this pipeline's measurement, unless another
-    was first. One that is lost when it was first, and has not told, is waited for ``seconds``."""
+    was first. A first one that is lost before it has told is waited for ``seconds``."""
     if store.add(key_of(cut, "number"), 1) > 1:
         try:
             store.wait([key_of(cut, "sizes")], seconds)
@@ -148,11 +148,12 @@ class ElasticConnection:
             raise SIGTERMException from error
 
     def plan(self, cuts: Sequence[PipelineCut], make: MakePlans) -> Sequence[Plan]:
-        """Return the plans of ``cuts``, cut as other pipelines of the run are where that is measured."""
+        """Return the plans of ``cuts``; a measured cut is that of the run's other pipelines."""
         return shared_plans(self.client, cuts, make)
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the scheduler of ``exception``, unless another process failed first: then it sees that this one ends."""
+        """Tell the scheduler of ``exception``, unless another process failed first: then the scheduler sees that this
+        one ends."""
         self._watchdog.disarm()
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
             self.depart(finished=False)
@@ -187,8 +188,8 @@ class SchedulerStore(Store):
     ends after ``timeout`` seconds with a SchedulerError, or with :class:`CancelledError` soon after ``cancelled``
     returns true: as when an epoch of membership is superseded while a member that is gone is waited for.
 
-    gloo waits for each key and gets it then, its own, too. What was waited for, or set here, is there for the next
-    ``get`` of it without another request: else a group of N asks a scheduler, which may be far away, 1 + 2 N times.
+    gloo waits for each key, its own too, and then gets it. The first ``get`` of a key that was waited for, or set here,
+    makes no request: otherwise a group of N would ask a scheduler, which may be far away, 1 + 2 N times.
     """
 
     def __init__(

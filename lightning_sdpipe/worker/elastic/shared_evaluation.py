@@ -7,7 +7,8 @@ merge it in the order of the pipelines, so that all have the same values, to the
 logged is merged by all of the others; or by none, and then its batches are evaluated again. So each sample counts once.
 
 Where results cannot be merged, each pipeline evaluates all of the data. Of most results that is known when the first
-batches have been evaluated: then each pipeline evaluates the other ones, too, and all of them in later validations.
+batches have been evaluated: each pipeline then evaluates the others' batches, too, and all of them in later
+validations.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Evaluation:
     Args:
         trainer: evaluates.
         seed: non-negative integers of this epoch, for draws of samplers and data sets, equal on all workers.
-        prints: returns a print of each value that the module keeps, by its name.
+        prints: returns a summary of each value that the module keeps, by its name.
         first_failure: context for waits for others.
     """
 
@@ -63,7 +64,8 @@ class SharedEvaluations:
 
     Args:
         pipeline: that of this worker.
-        barriers: at which the first rank of each pipeline meets the others; it has the last stage, where results are.
+        barriers: those at which the first rank of each pipeline, which has the last stage and so the results, meets the
+            others.
         groups: this worker's process groups.
     """
 
@@ -156,8 +158,8 @@ class SharedEvaluations:
         """Return why results cannot be merged, or the packed results of this pipeline, on its last stage.
 
         Args:
-            evaluation: in which they were logged.
-            before: the prints of the module's values before it.
+            evaluation: the one in which they were logged.
+            before: the summaries of the module's values before it.
             counts: how often its metrics were updated before it.
         """
         if self._groups.rank != 0:

@@ -55,12 +55,12 @@ def snapshot(trainer: Trainer) -> dict[str, Any]:
 
 
 def send_state(state: Mapping[str, Any], store: Store, timeout: timedelta) -> None:
-    """Send ``state`` in a thread, unless no byte of it moves for ``timeout``; a newcomer that goes away meanwhile is no
-    failure. If the state cannot be sent, the newcomer is told why, and the donor goes on."""
+    """Send ``state`` in a thread, which gives up when no byte moves for ``timeout``; a newcomer that goes away
+    meanwhile is not a failure. If the state cannot be sent, the newcomer is told why, and the donor goes on."""
 
     def send() -> None:
         try:
-            give = _Peer("the newcomer", 0, store, timeout, p2p.Connections())  # first: the newcomer connects already
+            give = _Peer("the newcomer", 0, store, timeout, p2p.Connections())  # first: the newcomer is connecting
             packed, refused = _pack(state)
             if refused:
                 log.warning("a newcomer did not get the state that it was to be given, which %s", refused)
@@ -83,9 +83,9 @@ def receive_state(
 
     Raises:
         WorkerFailedError: the donor is gone, or no byte has moved for ``timeout``; or ``cancelled`` returns true, as
-            when another donor is there. gloo connects for up to five times :data:`CONNECTING` and cannot be told to
+            when there is another donor. gloo connects for up to five times :data:`CONNECTING` and cannot be told to
             stop, so that is left to a thread.
-        ConfigurationError: the state holds objects that cannot be sent, or are not taken from another process.
+        ConfigurationError: the state holds objects that cannot be sent, or are not accepted from another process.
     """
     outcome: SimpleQueue[tuple[Tensor, bool] | Exception] = SimpleQueue()
     connections = p2p.Connections()
@@ -136,7 +136,7 @@ def _receive(
 
 
 class _Peer:
-    """The other side of a transfer, in which this side has the rank ``own``, over ``connections`` that are made."""
+    """The other side of a transfer. This side has the rank ``own``; ``connections`` gets those that are made."""
 
     def __init__(self, name: str, own: int, store: Store, timeout: timedelta, connections: p2p.Connections) -> None:
         self._name, self._rank, self._timeout, self._connections = name, 1 - own, timeout, connections
@@ -155,7 +155,7 @@ class _Peer:
 
 
 def _pack(state: Mapping[str, Any]) -> tuple[memoryview, str]:
-    """Return the bytes to send, and the reason if they are not ``state``: then they are that reason."""
+    """Return the bytes to send, and why ``state`` cannot be packed, if so: then the bytes are that reason."""
     buffer, refused = io.BytesIO(), ""
     try:
         torch.save(dict(state), buffer)

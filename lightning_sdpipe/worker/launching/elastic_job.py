@@ -50,7 +50,7 @@ class ElasticJob:
         return self.world_size // self.local_world_size
 
     def num_stages(self, asked: int | Sequence[int]) -> int:
-        """Return M. ``asked`` is the strategy's ``num_stages``; its default, 1, is not a wish.
+        """Return M. ``asked`` is the strategy's ``num_stages``; its default, 1, asks for nothing.
 
         Raises:
             ConfigurationError: another number was asked for, or one for each pipeline.

@@ -58,8 +58,8 @@ def free_port() -> int | None:
 
 @contextmanager
 def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
-    """Raise ConfigurationError if opening the process groups, in the block, fails since the port is another
-    program's, or some processes have not come."""
+    """Raise ConfigurationError if opening the process groups, in the block, fails because another program has the port,
+    or some processes have not come."""
     try:
         yield
     except (RuntimeError, OSError) as error:
@@ -79,7 +79,7 @@ def naming_the_port(environment: ClusterEnvironment) -> Iterator[None]:
 
 
 def keep_gloo_on_loopback(environment: ClusterEnvironment) -> Callable[[], object]:
-    """Let gloo, too, listen on loopback, where all processes meet on loopback. Return a function that undoes it.
+    """Make gloo listen on loopback, too, if all processes meet there. Return a function that undoes it.
 
     By itself gloo takes the address of the host's name, which other machines may reach.
     """
@@ -99,8 +99,8 @@ def where_to_listen(environment: ClusterEnvironment, num_nodes: int) -> str:
 
 def refuse_strangers(environment: ClusterEnvironment, num_nodes: int) -> None:
     """Raise ConfigurationError if several machines start their processes by themselves, and this one was not told where
-    the others meet or which of them it is: it would wait for processes that look for it elsewhere. Raise it for a port
-    or a number of a machine that is none, too."""
+    the others meet or which of them it is: it would wait for processes that look for it elsewhere. Also raise it for a
+    port or machine number that is not a number."""
     if not isinstance(environment, LightningEnvironment):
         return
     for name in ("MASTER_PORT", "NODE_RANK", "GROUP_RANK"):
@@ -195,7 +195,7 @@ class TorchrunEnvironment(TorchElasticEnvironment):
     another.
 
     Args:
-        unlike: machines may have unlike numbers of devices, since the stages of each pipeline are listed. Lightning
+        unlike: machines may have different numbers of devices, since the stages of each pipeline are listed. Lightning
             would refuse a Trainer whose devices × num_nodes are not all processes.
     """
 
@@ -221,6 +221,5 @@ class TorchrunEnvironment(TorchElasticEnvironment):
 
 
 def environment_for(unlike: bool) -> ClusterEnvironment | None:
-    """Return the environment of a job of torchrun, whose machines may be ``unlike``; None if Lightning is to choose
-    it."""
+    """Return the environment of a torchrun job, whose machines may be ``unlike``; None if Lightning is to choose it."""
     return TorchrunEnvironment(unlike) if TorchElasticEnvironment.detect() else None

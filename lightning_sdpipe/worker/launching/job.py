@@ -2,8 +2,8 @@
 
 A job ends with the process, when the next one begins, or when :func:`end` is called.
 
-In a Hydra job, a process that ran the command line again would run the whole sweep again, with times and directories of
-its own. So the others get this job's configuration, with its interpolations resolved, in a file: Hydra's
+In a Hydra job, a process that ran the command line again would run the whole sweep again, with its own times and
+directories. So the others get this job's configuration, with its interpolations resolved, in a file: Hydra's
 ``--experimental-rerun`` calls the application's task function with it, and writes and composes nothing.
 """
 
@@ -53,7 +53,7 @@ def in_sweep() -> bool:
 
 
 def rerun() -> Rerun | None:
-    """Write the configuration into the job's output directory; None outside of Hydra."""
+    """Write the configuration into the job's output directory, and return how others run it; None outside of Hydra."""
     hydra = _hydra()
     if hydra is None:
         return None
@@ -74,8 +74,8 @@ def _hydra() -> Any:
 
 
 def _program(start: Path) -> tuple[list[str], dict[str, str]]:
-    """Return this program, and the environment in which its modules are found if the job has left ``start``, its first
-    directory."""
+    """Return the arguments that run this program, and the environment in which its modules are found if the job has
+    left ``start``, its first directory."""
     main = sys.modules["__main__"]
     if main.__spec__ is None:
         return [str(start / sys.argv[0])], {}
@@ -140,8 +140,8 @@ def end() -> None:
 
 
 def _leave_to_the_parent() -> None:
-    """Take what was registered before a fork out of the child's hands, and let it free no process group of its
-    parent's: it would wait for threads that it does not have."""
+    """Keep the child of a fork from undoing what its parent registered, and from freeing its parent's process groups:
+    it would wait for threads that it does not have."""
     global _undo
     _of_the_parent.append(_undo)
     _undo = ExitStack()

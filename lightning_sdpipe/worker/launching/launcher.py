@@ -93,8 +93,8 @@ def end_after_failure(launcher: Launcher | None) -> None:
 
 
 def give_up(launcher: Launcher | None, code: int) -> None:
-    """End a wait for a tensor that will never come: with its sender, if that is a process that this one has started;
-    else, or if that is not enough and this process need not run on, with this exit code."""
+    """End a wait for a tensor that will never come. End its sender, if this process started it; otherwise, or if that
+    is not enough and this process need not run on, exit with ``code``."""
     if isinstance(launcher, CheckingLauncher) and _children:
         sweep = job.in_sweep()
         _end_children(0 if sweep else _GRACE)
@@ -240,8 +240,8 @@ def _end_children(grace: float) -> None:
 
 
 class _Observer(ChildProcessObserver):
-    """Ends all processes at once when a started one has failed; but not where the user's process knows, and is about to
-    end with its own message and exit code, and the others with it."""
+    """Ends all processes at once when a started one has failed, unless the user's process knows and is about to end,
+    and the others with it, with its own message and exit code."""
 
     trainer: Trainer | None = None  # the one that runs now
     failed = False
