@@ -1,4 +1,4 @@
-"""Worker's halves of averaging beside training, whatever it does: ``overlap="free"`` (BAGUA §3.2, asynchronous), and
+"""Worker's halves of averaging beside training, at its own pace: ``overlap="free"`` (BAGUA §3.2, asynchronous), and
 asynchronous AD-PSGD.
 
 With ``overlap="free"`` a worker asks the scheduler for the next average when an interval has passed since the last one,
@@ -44,7 +44,7 @@ _LOST_AFTER = 1.0  # seconds; the sender of an invitation that is lost drops the
 
 
 class FreeAveraging(Synchronizer):
-    """Averages beside training; see the module's text. Memory: a further model.
+    """Averages beside training; see the module's text. Memory: one more model.
 
     Args:
         replica: this worker.
@@ -114,8 +114,8 @@ class FreeAveraging(Synchronizer):
 
 
 Pairs = Callable[[Group, Callable[[Replicas], Pending]], bool]
-"""Exchanges between the two members of a group; the function begins it between these replicas. Returns whether it was
-done. Any thread may call it."""
+"""Exchanges between the two members of a group; the function begins the exchange among given replicas. Returns whether
+it was done. Any thread may call it."""
 
 
 def _piece_by_piece(replicas: Replicas, group: Group, start: Callable[[Replicas], Pending]) -> bool:
@@ -124,11 +124,11 @@ def _piece_by_piece(replicas: Replicas, group: Group, start: Callable[[Replicas]
 
 
 def _dropped_or_whole(peers: Peers, group: Group, start: Callable[[Replicas], Pending]) -> bool:
-    """Exchange all of it, or nothing if it breaks off: neither member changes its model then.
+    """Exchange everything, or nothing if the exchange breaks off: then neither member changes its model.
 
-    It is not tried again, since each member averages with another one soon. An exchange is taken over when both members
-    have all of it. Only if their connection breaks in the last word about that, while both live, one may take it over
-    and the other not.
+    It is not tried again, since each member averages with another one soon. An exchange takes effect when both members
+    have all of it. Only if their connection breaks during the last message about that, while both live, may it take
+    effect on one and not on the other.
     """
     try:
         with peers.epochs.beside(group) as replicas:
@@ -246,7 +246,7 @@ class AsynchronousPairs(Synchronizer):
             )
         self._thread = None
         self._publish()
-        self._take_published()  # what was averaged since the last step: enter() begins from the model
+        self._take_published()  # what was averaged since the last step: start() begins from the model
 
     def resynchronise(self) -> None:
         if self.replica.peers is None:

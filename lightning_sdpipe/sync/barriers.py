@@ -1,7 +1,7 @@
 """Barriers of a stage's replicas in an elastic run, at which they meet through the scheduler, and average.
 
 A barrier takes the place of a collective: a worker that dies is not waited for, and all that pass it get the same
-answer, which of them have come and what each said. The barriers of a stage are numbered between two segments of
+answer: which of them have come and what each said. The barriers of a stage are numbered between two segments of
 training, in which all do the same things in the same order. Before its first segment a worker is alone: the first
 pipelines have begun together, and a newcomer has not come to where the others are.
 """
@@ -76,7 +76,7 @@ class Barriers:
 
     @contextmanager
     def at(self, point: str) -> Iterator[None]:
-        """Let the barriers of the block, before the first segment of training, be at ``point``."""
+        """Place the barriers of the ``with`` block, before the first segment of training, at ``point``."""
         usual = self._point
         self._point, self._begun, self._number = lambda: point, True, 0
         try:
@@ -85,7 +85,7 @@ class Barriers:
             self._point, self._begun, self._number, self._last = usual, False, 0, None
 
     def meet(self, says: bytes = b"") -> Met:
-        """Wait for the others. A worker that came too late is alone, and so is each before the first segment.
+        """Wait for the others. Before the first segment, each worker is alone.
 
         Raises:
             WorkerFailedError: the others have passed the barrier before, and gone on.
@@ -158,7 +158,7 @@ class Barriers:
 
         Args:
             data: that of this pipeline.
-            sizes: the bytes of each pipeline, which it has said there.
+            sizes: number of bytes of each pipeline, as it said there.
         """
         if self._last is None:
             return [data]
@@ -180,8 +180,8 @@ class Barriers:
         find: Callable[[Group], _Way],
         exchange: Callable[[_Way, Group], None],
     ) -> bool:
-        """Let those pipelines of ``met`` exchange, by the way that ``find`` returns for their group. Return whether it
-        is done; otherwise a worker is lost."""
+        """Let the pipelines of ``met`` that have ``weights`` exchange, in the way that ``find`` returns for their
+        group. Return whether it is done; otherwise a worker is lost."""
         if len(weights) == 1:
             return True
         workers = tuple(Worker(self._worker.stage, pipeline) for pipeline in weights)

@@ -61,12 +61,12 @@ class Combination:
     elastic: bool = False
     accumulate_grad_batches: int = 1
     unlike: Sequence[int] = ()
-    """Depths of the pipelines, if these are cut unlike."""
+    """Depths of the pipelines, if these are cut differently."""
 
 
 class Refusal(NamedTuple):
-    """What was asked and does not go together, the dimension whose sentence says why, and the values of
-    ``dimension`` that do."""
+    """What was asked and is refused, the dimension whose sentence says why, and the values of ``dimension`` that are
+    taken."""
 
     said: str
     why: Dimension
@@ -75,7 +75,7 @@ class Refusal(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """Values that go together, in the words of users."""
+        """Values that are taken, in the words of users."""
         if self.dimension == "payloads":
             return [words for words, payload in FORMS.items() if payload.kinds & self.takes]
         return [words for value, words in WORDS.get(self.dimension, {}).items() if value in self.takes]

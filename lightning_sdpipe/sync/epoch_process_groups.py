@@ -1,13 +1,13 @@
 """The process groups of a stage's replicas: one for each epoch of membership, made beside the training.
 
 Making one takes milliseconds, and longer if a member is gone; so threads do it, and the groups of earlier epochs stay
-in use meanwhile. gloo cannot end a wait for a message that a live process will not send, except that a receive in
-another thread runs into its timeout, which closes all connections of this process in that group. So this is done to a
+in use meanwhile. gloo can end a wait for a message that a live process will not send in one way only: a receive in
+another thread runs into its timeout, which closes all connections of this process in that group. This is done to a
 group in which this worker exchanges with a lost worker, or in which an exchange has broken off: a message still on its
-way to memory that is let go would hold up all later ones for good. Waits for messages that this does not end, since a
-connection was lost in the midst of one, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
+way to memory that is let go would hold up all later ones for good. Waits that this does not end, since a connection was
+lost in the middle of a message, are left (:mod:`~lightning_sdpipe.exchange.transfers`).
 
-To make a group, replicas find each other by a SchedulerStore, over the scheduler's key-value store. The scheduler
+To make a group, replicas find each other through a SchedulerStore, over the scheduler's key-value store. The scheduler
 imports no torch, and its connection is encrypted where there are keys. A TCPStore would live and die with one of the
 workers, and be open to all that can reach it.
 """
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 CONNECTING = timedelta(seconds=20)
 """Time in which all members must connect to make a group."""
 KEPT = 3
-"""Newest epochs whose groups are always kept."""
+"""Number of newest epochs whose groups are always kept."""
 
 _TRYING = 4.0  # seconds, to reach all others; the scheduler's next epoch comes after 5
 _TRYING_TO_CONNECT = timedelta(seconds=1)  # gloo listens five times as long
@@ -64,7 +64,7 @@ class EpochGroups:
         worker: this worker.
         make_store: see :data:`MakeStore`.
         timeout: that of a transfer, once a group exists.
-        report: the client that is told the groups and exchanges of this worker.
+        report: the client that is told of the groups and exchanges of this worker.
         host: this worker's machine, if machines are told apart; the replicas of an epoch tell each other theirs.
     """
 
@@ -88,7 +88,7 @@ class EpochGroups:
         self._starts: dict[int, dict[int, Member]] = {}  # start of each pipeline, by known epoch
         self._in_use: Group | None = None
         self._beside: dict[int, Group] = {}
-        """Groups that are used beside that one, by sequence."""
+        """Groups that are used besides ``_in_use``, by sequence."""
         self._closed = False
 
     def enter(self, epoch: Epoch) -> None:
@@ -114,7 +114,7 @@ class EpochGroups:
 
     @property
     def held(self) -> list[int]:
-        """Epochs whose process group this worker has."""
+        """Epochs for which this worker has a process group."""
         with self._lock:
             return sorted(self._made)
 
@@ -222,7 +222,7 @@ class EpochGroups:
 
     @property
     def _is_over(self) -> bool:
-        """True if no groups are needed any more, since this was closed, or the process ends."""
+        """True if no more groups are needed, since this object was closed or the process ends."""
         return self._closed or not threading.main_thread().is_alive()
 
     @property
@@ -236,8 +236,8 @@ class EpochGroups:
         return {self._worker.pipeline} if self._epoch is None else set(self._epoch.pipelines)
 
     def _has_lost(self, group: Group) -> bool:
-        """Return whether a member of ``group`` is gone since its epoch. Another start of it may have come in the same
-        epoch that this worker heard of."""
+        """Return whether a member of ``group`` has gone since the group's epoch. Another start of its pipeline may be
+        in the newest epoch."""
         newest = self._starts.get(self._newest, {})
         then = self._starts.get(group.epoch, newest)
         pipelines = [member.pipeline for member in group.members]

@@ -45,7 +45,7 @@ class GradientAveraging(GradientSynchronizer[GradientRounds | SectionedRounds]):
 
     @property
     def rounds(self) -> int | None:
-        """Number of updates, of which the first ones may be in full precision."""
+        """Number of updates, if the first ones may be in full precision; else None."""
         return self.buckets.updates if isinstance(self.buckets, EncodedRounds) else None
 
     @rounds.setter
@@ -84,8 +84,8 @@ class GradientAveraging(GradientSynchronizer[GradientRounds | SectionedRounds]):
         return gradients
 
     def _refuse_unlike(self, marks: Mapping[int, int], amid: Set[int]) -> None:
-        """Raise ConfigurationError if pipelines that train are at other backwards by their ``marks``, or one that was
-        in the round before has ended its update; not one whose data ended ``amid`` it."""
+        """Raise ConfigurationError if pipelines that train are at different backwards by their ``marks``, or if one of
+        the last round has ended its update, other than those whose data ended ``amid`` it."""
         before, self._together = self._together, {*marks}
         gone = {p: "ended its update" for p in before - self._together - amid if self._mark % _COUNTED > 1}
         if len({*marks.values()}) > 1 or gone:

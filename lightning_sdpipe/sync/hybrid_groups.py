@@ -3,9 +3,9 @@
 Other workers average with a worker's model itself, or with a copy that it has published. A worker learns of the meeting
 that answers it from its training's connection, and of invitations from its heartbeats' connection, so they can arrive
 in another order. All members of a group have the same meetings, and keep equal models only if each carries them out,
-with its steps, in the same order. So an invitation waits for the boundary that was decided before it: where the worker
-waited, it has carried out all its meetings, and goes on. If the worker waits in that boundary, it waits for the step to
-end: the others get a model that contains the step. A worker goes on from its boundary when it has carried out all
+with its steps, in the same order. So an invitation waits until the worker has gone on from the last boundary that was
+decided before it. If the worker was ready for its next boundary by then, the invitation waits for its step to end, so
+that the others get a model that contains the step. A worker goes on from a boundary when it has carried out all
 invitations that were decided before.
 
 There is no deadlock: a worker that carries a meeting out waits for members that still have meetings of lower numbers,
@@ -78,7 +78,7 @@ class OrderedInvitations:
         self._thread.start()
 
     def stand(self) -> None:
-        """Mark the step as over: invitations may use its result, until :meth:`go_on`."""
+        """Mark the step as done: invitations may use its result, until :meth:`go_on`."""
         with self._changed:
             self._standing = True
             self._changed.notify_all()
@@ -199,7 +199,7 @@ class HybridGroups(GradientSynchronizer[GradientRounds]):
 
     A member whose data ends earlier than that of others takes part in their rounds without gradients, and in no
     meeting; when it comes back it takes over their model. In every round the members compare their last meetings, since
-    a member that the scheduler lost may have missed some: then the run ends.
+    a member that the scheduler lost may have missed some; if so, the run ends.
 
     Args:
         replica: this worker.

@@ -7,8 +7,8 @@ long as the model needs over its slowest link. So similar devices that are near 
 
 The search splits off the slowest pipeline's group in every way, then that of the slowest among the rest, and so on. It
 leaves a branch as soon as the rest cannot make up for its cost so far. It starts from the best of a few simple
-groupings, improved by exchanging members. Up to about sixteen pipelines it ends with a proof; beyond, after a number of
-steps, so that every machine finds the same.
+groupings, improved by exchanging members. Up to about sixteen pipelines it ends with a proof; beyond that, after a
+fixed number of steps, so that every machine finds the same.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Grouping:
 
 
 def hosts_as_groups(hosts: Sequence[str]) -> Groups:
-    """Return the pipelines of each host, in the order in which hosts first occur; ``hosts`` names that of each
-    pipeline."""
+    """Return the pipelines of each host, in the order in which hosts first occur; ``hosts`` has each pipeline's."""
     groups: dict[str, list[int]] = {}
     for pipeline, host in enumerate(hosts):
         groups.setdefault(host, []).append(pipeline)
@@ -142,7 +141,7 @@ class _Search:
         self.fastest_link = min(pairs, default=0.0) if size > 1 else 0.0
 
     def divide(self, rest: list[int], groups: list[list[int]], spent: float) -> None:
-        """Try all ways to group ``rest``, slowest first, beside ``groups``, which cost what is ``spent``."""
+        """Try all ways to group ``rest``, slowest first, besides ``groups``, which cost ``spent``."""
         if not rest:
             if spent < self.least * (1 - 1e-12):
                 self.best, self.least = list(groups), spent
@@ -163,8 +162,8 @@ class _Search:
                 return
 
     def _bound(self, rest: Sequence[int]) -> float:
-        """Return a lower bound on the cost of grouping ``rest``, slowest first: its k-th slowest group is at least as
-        slow as this."""
+        """Return a lower bound on the cost of grouping ``rest``, slowest first: its k-th slowest group, from 0, is at
+        least as slow as pipeline k × ``size`` of it."""
         return sum(self.compute[i] + self.fastest_link for i in rest[:: self.size])
 
 
@@ -215,7 +214,7 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
 
 
 def on_hosts(method: SyncMethod, hosts: Sequence[str]) -> SyncMethod:
-    """Return ``method`` for pipelines that run on these ``hosts``, by number. PHD-PSGD's groups are the pipelines of
+    """Return ``method`` for pipelines that run on ``hosts``, in their order. PHD-PSGD's groups are the pipelines of
     each host, unless groups are given."""
     policy = method.policy
     if not (isinstance(method, ByPolicy) and isinstance(policy, PHDPSGD)):

@@ -109,12 +109,12 @@ def in_a_ring(replica: Replica, policy: Decentralized) -> Synchronizer:
 
 
 def in_pairs(replica: Replica, policy: Decentralized) -> Synchronizer:
-    """Return the half that averages models with a partner, whom the number of the round names."""
+    """Return the half that averages models with a partner, which depends on the number of the round."""
     return _averaging(replica, policy.every, mover_among_groups(replica), None)
 
 
 def asynchronously(replica: Replica, policy: ADPSGD) -> Synchronizer:
-    """Return the half that averages models with a neighbour that trains on."""
+    """Return the half that averages models with a neighbour that goes on training."""
     return AsynchronousPairs(replica)
 
 
@@ -149,7 +149,7 @@ def check(method: SyncMethod, asked: Combination) -> None:
 
 
 def alternatives(asked: Combination) -> list[str]:
-    """Return the methods that take all of what was asked, in the words that make them."""
+    """Return the methods that take all of what was asked, as Python expressions."""
     found: dict[type, str] = {}
     for each in examples():
         if not any(refusals(capabilities_of(each), asked)):
@@ -158,7 +158,7 @@ def alternatives(asked: Combination) -> list[str]:
 
 
 def in_words(method: SyncMethod | PolicyConfig) -> str:
-    """Return the words that make ``method``, as ``LocalSGD(every=8)``."""
+    """Return the Python expression that makes ``method``, such as ``LocalSGD(every=8)``."""
     parameters = inspect.signature(type(method)).parameters.values()
     given = {each.name: getattr(method, each.name) for each in parameters}
     off = [f"{each.name}={given[each.name]!r}" for each in parameters if given[each.name] != each.default]

@@ -1,6 +1,6 @@
 """Worker's halves of the rules that average models in groups.
 
-They are those of SDPipe §3.1, Algorithm 1, step B, and of policies that hear of a worker when it has stepped: P-Reduce,
+They are those of SDPipe §3.1, Algorithm 1, step B, and of policies that hear of a worker after its step: P-Reduce,
 Algorithm 2.
 """
 
@@ -119,8 +119,8 @@ class ModelAveraging(Synchronizer):
 
 
 def in_groups(replica: Replica, policy: PolicyConfig) -> ModelAveraging:
-    """Return the half of a policy that forms groups of models, after each step or, if they announce late, before the
-    next one."""
+    """Return the half of a policy that forms groups of models. Workers announce before their step ends or, if the
+    policy ``announces`` late, after it."""
     return ModelAveraging(replica) if policy.announces == "early" else LateAveraging(replica)
 
 

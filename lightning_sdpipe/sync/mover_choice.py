@@ -55,7 +55,7 @@ def replicas_for(replica: Replica) -> list[Replicas]:
 
 
 def by_part(replica: Replica, movers: Sequence[Mover]) -> Mover:
-    """Combine the movers of all :func:`replicas_for` in one."""
+    """Combine the movers of all :func:`replicas_for` into one."""
     if replica.sections is None:
         (mover,) = movers
         return mover
@@ -76,8 +76,8 @@ def _counts(replica: Replica) -> list[int]:
 
 
 def mover_among_groups(replica: Replica) -> Mover:
-    """Return the mover of models among groups that change; in an elastic run, among the pipelines that are there, whose
-    distance is remembered from one process group to the next."""
+    """Return the mover of models among groups that change; in an elastic run, among the present pipelines. It remembers
+    the distance of models from one process group to the next."""
     payload = replica.exchange.payload
 
     def make(replicas: Replicas, hosts: Mapping[int, str] | Sequence[str] | None, coding: OwnReference) -> Mover:

@@ -207,7 +207,7 @@ class OuterAveraging(Synchronizer):
         return found
 
     def _lay_out_momenta(self) -> None:
-        """Give fragments the momenta of their parameters; momenta of frozen parameters stay kept."""
+        """Give fragments the momenta of their parameters; those of frozen parameters are kept aside."""
         kept = self._kept
         flats = [
             as_real(torch.cat([kept.pop(p, torch.zeros_like(p)).to(p).reshape(-1) for p in parameters]))

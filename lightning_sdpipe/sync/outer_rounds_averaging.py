@@ -1,15 +1,15 @@
 """Worker's half of DiLoCo in rounds that some workers may miss: where pipelines come and go, or weigh by their samples.
 
-A round goes on at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by
-the thread that trains, whole, after ``delay`` updates. If it breaks off, that thread is ready again: another one that
-has the new base hands it over, or those that are left make the round again, of the same models
+A round runs at once, or with ``overlap="step"`` beside the next mini-batches. Its outcome is put into the model by the
+thread that trains, whole, after ``delay`` updates. If it breaks off, that thread reports ready again: a worker that has
+the new base hands it over, or those that are left make the round again with the same models
 (:mod:`~lightning_sdpipe.policies.rounds_of_all`). A worker that has missed rounds gets the newest base in the same way,
 and keeps what it has trained since its own.
 
-Where pipelines come and go, the scheduler counts the updates of all. Heartbeats tell it of them, each eighth of a
-second where a pipeline has made its share. A worker is ready for the next round as soon as it has adopted the last one,
-and trains on. When the scheduler names the members, stage 0 tells the other stages before a turn, and all begin with
-the model after it. So no pipeline waits for a slow one.
+Where pipelines come and go, the scheduler counts the updates of all. Heartbeats report them, every eighth of a second
+once a pipeline has made its share. A worker is ready for the next round as soon as it has adopted the last one, and
+trains on. When the scheduler names the members, stage 0 tells the other stages before a turn, and all begin with the
+model after it. So no pipeline waits for a slow one.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class OuterRoundsAveraging(OuterAveraging):
         self._late = schedule.delay > 0
         super().__init__(replica, nesterov, schedule, keeps=False)
         self._until = 0
-        """The update after which it adopts the outcome of the round that is under way."""
+        """The update after which the worker adopts the outcome of the round that is under way."""
         self.by_samples = by_samples
         self._samples = self._samples_sent = 0.0
         """Samples since the last round, and those that are in the round under way."""
         self._stands = False
-        """Whether it is ready for a round while it trains on."""
+        """Whether the worker is ready for a round while it trains on."""
         self._called: int | None = None
         """Life of the scheduler that has named the round that begins after this turn."""
         self._group: Group | None = None
@@ -82,7 +82,7 @@ class OuterRoundsAveraging(OuterAveraging):
         self._underway = False
         self._came: NewBase | None = None
         self._number = -1
-        """That of the last ready."""
+        """Number of the last report of being ready."""
         self._sent: list[Tensor] = []
         self._before = 0
         """Number of updates since the round before the last one."""
@@ -103,8 +103,8 @@ class OuterRoundsAveraging(OuterAveraging):
         self._samples += samples
 
     def announce(self, iteration: int) -> None:
-        """Tell the scheduler that this worker is ready, and what its base is: if a round begins after this update or,
-        where the scheduler says when, unless it has done so."""
+        """Tell the scheduler that this worker is ready, and what its base is, if a round begins after this update;
+        where the scheduler says when one begins, unless it was told already."""
         self._update = iteration + 1
         if self._peers is None:
             self.announced = bool(self._schedule.begin(self._update))
@@ -127,8 +127,8 @@ class OuterRoundsAveraging(OuterAveraging):
         return None if self._group is None else self.replica.client.named_by
 
     def _look(self) -> None:
-        """Note the group of the next round if it is known, or get what others have and this worker has missed. Drop one
-        of an earlier scheduler, of which stage 0 may not have heard: then it would never be begun."""
+        """Note the group of the next round if it is known, or get the base that this worker has missed. Drop a group of
+        an earlier scheduler: stage 0 may not have heard of it, and then it would never be begun."""
         client, peers = self.replica.client, self._peers
         if peers is not None and self._group is not None and client.is_of_an_earlier_scheduler(self._group):
             peers.epochs.give_up(self._group)  # another member may have begun it
@@ -138,7 +138,7 @@ class OuterRoundsAveraging(OuterAveraging):
             self._group = self._round_of(client.group_if_known())
 
     def _round_of(self, group: Group | None) -> Group | None:
-        """Return ``group`` if it is of a round. Else get the base that it hands over, and be ready again."""
+        """Return ``group`` if it is of a round. Else get the base that it hands over, and report ready again."""
         if group is None or group.source is None:
             return group
         self._catch_up(group)
@@ -146,7 +146,7 @@ class OuterRoundsAveraging(OuterAveraging):
         return None
 
     def _catch_up(self, group: Group) -> None:
-        """Get the base that is handed over in ``group``, and keep what was trained since the own one."""
+        """Get the base that is handed over in ``group``, and keep what was trained since this worker's own."""
         if (new := self._handed_over(group)) is not None:
             self._adopts(new)
 
@@ -180,7 +180,7 @@ class OuterRoundsAveraging(OuterAveraging):
 
     def _named_group(self) -> Group | None:
         """Wait for the group of the round that begins now. Return None if the scheduler that named it was started again
-        before this stage heard of it: then it stands for the next one, and gets handed over what it misses."""
+        before this stage heard of it: then this stage is ready for the next one, and is handed what it has missed."""
         client, called = self.replica.client, self._called
         while self._group is None:
             group = client.group() if called is None else client.group_unless_restarted(called)
@@ -204,7 +204,8 @@ class OuterRoundsAveraging(OuterAveraging):
         self._adopt()
 
     def start(self) -> None:
-        """Begin with the model as the base, unless it only rested; or with the base that another pipeline gave."""
+        """Begin with the model as the base, unless the worker only rested; or with the base that another pipeline
+        gave."""
         if not self._begins_anew:
             return
         self._begins_anew = False
@@ -274,7 +275,7 @@ class OuterRoundsAveraging(OuterAveraging):
         self, group: Group, do: Callable[[Replicas, EncodedMean], NewBase], aside: bool = False
     ) -> NewBase | None:
         """Return what ``do`` makes with the replicas of ``group``, and a mover among them; None if it breaks off, where
-        pipelines come and go. Elsewhere exchanges may need other process groups to go on ``aside``."""
+        pipelines come and go. Elsewhere, exchanges ``aside`` from a round may need other process groups."""
         peers = self._peers
         if peers is None:
             return do(self._aside if aside else self._replicas, self._whole.mover)

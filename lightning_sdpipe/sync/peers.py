@@ -1,5 +1,5 @@
-"""The other replicas of a worker's stage where pipelines come and go, and exchanges of models that survive their
-members. When one is lost, the members that are left go on with the models that they have."""
+"""The other replicas of a worker's stage where pipelines come and go, and exchanges of models that survive the loss of
+members: those that are left go on with the models that they have."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MakeMover = Callable[[Replicas, Mapping[int, str] | None], Mover]
 
 @dataclass
 class Peers:
-    """The replicas of one worker's stage that are there, and the ways to them."""
+    """The present replicas of one worker's stage, and the ways to reach them."""
 
     worker: Worker
     client: SchedulerClient
-    """That of the scheduler, which is asked after a failure."""
+    """The client of the scheduler, which is asked after a failure."""
     epochs: EpochGroups
     """Process groups of the replicas."""
     barriers: Barriers
@@ -50,12 +50,13 @@ class Peers:
 
     @property
     def count(self) -> int:
-        """Number of replicas that are there, this worker included."""
+        """Number of present replicas, this worker included."""
         return max(1, len(self.client.epoch.members))
 
     def giver(self, group: Group) -> Replicas:
         """Return how this worker reaches the source of ``group``, which may not have heard that it is to hand something
-        over: a scheduler that dies says so to one of two. So its silence is short, and the others ask again.
+        over, if the scheduler died before telling it. So its silence is waited out only briefly, and the others ask
+        again.
 
         Raises:
             WorkerFailedError: a member of the group's epoch is gone, and with it the process group.
@@ -72,8 +73,8 @@ class Peers:
 def gives_outcomes(
     client: SchedulerClient, give: Callable[[Group, Replicas], None], reach: Callable[[Group], Replicas]
 ) -> None:
-    """Let ``give`` send, beside the training, what this worker hands over to the other members of a group, which it can
-    ``reach``; each raises WorkerFailedError if one of them is gone."""
+    """Let ``give`` send, beside the training, what this worker hands over to the other members of a group, which
+    ``reach`` returns; both raise WorkerFailedError if one of them is gone."""
 
     def hand(group: Group) -> None:
         try:
@@ -88,8 +89,8 @@ def gives_outcomes(
 
 
 class Surviving:
-    """The weighted mean over a group, by a mover of its epoch. A group that breaks off is no group: what was taken over
-    stays, since these pieces are means of models that existed, and the rest of the model stays as it is.
+    """The weighted mean over a group, by a mover of its epoch. If the exchange breaks off, the pieces that were taken
+    over stay, since they are means of models that existed, and the rest of the model stays as it is.
 
     Args:
         peers: the replicas.

@@ -2,8 +2,8 @@
 
 Every pipeline that goes on has the same mean. A worker reports ready as its turn begins, so the members are known
 before the backward has filled a bucket. It says how many rounds its model contains, and after a failure says so again:
-if another one has one more, it hands the mean over, bit for bit. If none has, those that are left compute one of the
-same gradients (:mod:`~lightning_sdpipe.policies.rounds_of_all`).
+a worker with one more hands the mean over, bit for bit. If there is none, those that are left compute one of the same
+gradients (:mod:`~lightning_sdpipe.policies.rounds_of_all`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PresentAveraging(GradientSynchronizer[PresentRounds]):
 
     Args:
         replica: this worker.
-        peers: the replicas that are there.
+        peers: the replicas that are present.
         bucket_bytes: see :class:`~lightning_sdpipe.exchange.gradient_rounds.GradientRounds`.
         by_samples: whether gradients are weighted by the samples of their mini-batch; else all count the same, as they
             must unless they travel in full.
@@ -59,7 +59,7 @@ class PresentAveraging(GradientSynchronizer[PresentRounds]):
         self.batch: Batch | None = None
         """Batch that the next round is trained on, if any."""
         self.seconds = 0.0
-        """Seconds of a micro-batch, which the others learn in the next round; 0 if they are not known."""
+        """Seconds for a micro-batch, which the others learn in the next round; 0 if they are not known."""
         self.on_round: Callable[[Round], None] = lambda outcome: None
         """Called with each outcome, before the optimizer steps."""
         self._sums: SumInPlace | None = None
@@ -196,7 +196,7 @@ class PresentAveraging(GradientSynchronizer[PresentRounds]):
             raise
         except WorkerFailedError as error:
             log.info("group %d has broken off: %s", group.sequence, str(error).splitlines()[0])
-            self._refused = 0  # it has it, perhaps
+            self._refused = 0  # perhaps the other one has it
             if self.buckets.begun or group.source is not None:
                 self._epochs.give_up(group)
         if outcome is None:

@@ -1,5 +1,5 @@
-"""Synchronisation state of a worker beside the replicas of its stage, how they meet when one cannot go on alone, and
-how they are made equal, or compared.
+"""Synchronisation state of a worker among the replicas of its stage, how they meet when one cannot go on alone, and how
+they are made equal, or compared.
 
 place      the scheduler counts on this worker   the others                 it gets elsewhere by
 TOGETHER   no                                    are at the same batch      join
@@ -119,10 +119,10 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
-    """Give all of ``among`` the parameters, and their averages over time, of the first replica that has ``reached``
-    furthest. Its optimizer's state and its loss scale are copied too where they differ: otherwise equal gradients would
-    make unequal steps from then on. (They differ if some replicas had no more data, or drained their pipelines earlier
-    and clipped by other norms.)
+    """Give all of ``among`` the parameters, and their averages over time, of the first replica with the largest
+    ``reached``. Its optimizer's state and its loss scale are copied too where they differ: otherwise equal gradients
+    would make unequal steps from then on. (They differ if some replicas had no more data, or drained their pipelines
+    earlier and clipped by other norms.)
 
     Raises:
         WorkerFailedError: a member is gone, or the group's timeout passed.
@@ -132,8 +132,8 @@ def copy_most_advanced(replica: Replica, among: Replicas, reached: int) -> None:
 
 
 def copy_most_advanced_parts(replica: Replica, reached: int) -> None:
-    """Do the same as :func:`copy_most_advanced` among all replicas, for each part that has its own replicas; copy
-    on other stages follow.
+    """Do the same as :func:`copy_most_advanced` among all replicas, for each part that has its own replicas; copies on
+    other stages follow.
 
     Raises:
         WorkerFailedError: a member is gone, or the group's timeout passed.
@@ -189,7 +189,7 @@ def _follow(progress: TrainingState, group: dist.ProcessGroup, first: int, devic
 
 
 class SyncState(Enum):
-    """State of a worker beside the replicas of its stage; see the table above."""
+    """State of a worker among the replicas of its stage; see the table above."""
 
     TOGETHER = auto()
     TRAINING = auto()
@@ -199,8 +199,8 @@ class SyncState(Enum):
 @dataclass(frozen=True)
 class SyncPoint:
     """A point where all workers meet. ``position`` is the number of batches of the epoch before it. ``closing`` says
-    that it is the end of the epoch, for which the last batch of all remains to be trained; ``steps`` are those of
-    optimizers that workers with data have made until there."""
+    that it is the end of the epoch, for which each worker still has its last batch to train; ``steps`` is the number of
+    optimizer steps that workers with data have made by then."""
 
     position: int
     closing: bool
@@ -256,9 +256,9 @@ class Rendezvous:
             )
 
     def wait_for_others(self, position: int, steps: int = 0) -> SyncPoint:
-        """Wait after so many ``steps`` of optimizers, since this worker is out of data, until the others meet somewhere
-        or are all out of data themselves; holds up no other worker. In the latter case each takes part again for its
-        last batch."""
+        """Wait, since this worker is out of data after ``steps`` optimizer steps, until the others meet somewhere or
+        are all out of data themselves; hold up no other worker. In the latter case each takes part again for its last
+        batch."""
         self.join()
         self._leave()
         meeting = _meet(position, True, steps, self._replica.groups.meeting, self._replica.device)
@@ -281,8 +281,8 @@ class Rendezvous:
         self.place = SyncState.TRAINING
 
     def come_together(self, position: int, steps: int = 0) -> None:
-        """Wait until all workers of the stage are here, after so many ``steps`` of optimizers. No worker waits in the
-        scheduler for one that waits here.
+        """Wait until all workers of the stage are here, after this one's ``steps`` optimizer steps. No worker waits in
+        the scheduler for one that waits here.
 
         Raises:
             ConfigurationError: this worker has been announced, so that others may count on it; or the others met
@@ -302,9 +302,9 @@ class Rendezvous:
         self.place, self._agreed = SyncState.TOGETHER, None
 
     def pause(self, position: int, steps: int = 0) -> None:
-        """Come together with the others, after so many ``steps`` of optimizers, and make all replicas of the stage
-        equal: floating-point buffers become their mean over the pipelines, integer buffers (counters) the largest, and
-        so do parameters, unless the method replaces this."""
+        """Come together with the others, after this worker's ``steps`` optimizer steps, and make all replicas of the
+        stage equal: floating-point buffers become their mean over the pipelines, integer buffers (counters) the
+        largest, and so do parameters, unless the method replaces this."""
         self.come_together(position, steps)
         if self._unequal:
             self._unequal = False

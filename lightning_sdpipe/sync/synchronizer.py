@@ -35,8 +35,7 @@ class SyncStatistics:
     ``groups`` counts the updates, ``members`` the workers that took part in each, this one included.
     ``seconds_waiting`` is the time for which this worker waited until the others of its group were there,
     ``seconds_averaging`` the time for which it waited while tensors moved; time hidden behind computation counts in
-    neither. ``traffic`` counts the bytes that it sent to other replicas, except those of sync points and parameter
-    servers.
+    neither. ``traffic`` counts the bytes that it sent to other replicas, except those of sync points.
     """
 
     groups: int = 0
@@ -116,7 +115,7 @@ class Replica:
     averages: list[Tensor] = field(default_factory=list)  # of the weights over time; made equal with them
     sections: OwnSections | None = None  # of the chain; None where the replicas of the stage hold what it holds
     shared: SharedParameters | None = None  # with other stages, whose copies follow after each exchange; with sections
-    peers: Peers | None = None  # those that are there, where replicas come and go
+    peers: Peers | None = None  # the present ones, where replicas come and go
 
     @property
     def stage(self) -> int:
@@ -218,8 +217,8 @@ def averaged(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
 
 
 def refuse_unlike(buffers: Sequence[Tensor], average: Callable[[Sequence[Tensor]], None]) -> None:
-    """Raise ConfigurationError unless the replicas, among which ``average`` gives all the largest of integers, have
-    buffers of the same shapes: a forward may assign others."""
+    """Raise ConfigurationError unless all replicas have buffers of the same shapes: a forward may assign others.
+    ``average`` makes integers the largest among the replicas."""
     if not buffers:
         return
     described = str(buffers)
@@ -240,7 +239,8 @@ class Synchronizer:
     more, and :meth:`synchronise`, when the optimizer has stepped. A method that averages gradients offers ``gradients``
     to the pipeline, which reports every gradient that the backward completes, and waits for the means before it ends.
 
-    :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls the last six methods when a worker joins and leaves.
+    :class:`~lightning_sdpipe.sync.rendezvous.Rendezvous` calls :meth:`start`, :meth:`settle`, :meth:`stop` and what
+    makes replicas equal when workers join and leave.
     """
 
     gradients: GradientExchange | None = None
@@ -250,7 +250,7 @@ class Synchronizer:
     """Workers that step by the same gradients as this one; None if it steps by its own."""
 
     rounds: int | None = None
-    """Number of rounds of this stage, if the form of messages depends on it, so that a checkpoint has it; else None."""
+    """Number of rounds of this stage, which checkpoints keep if the form of messages depends on it; else None."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -269,7 +269,7 @@ class Synchronizer:
         return 1
 
     loose = 0
-    """Number of the last updates of this worker that no other one's model has, if the method counts them."""
+    """Number of this worker's latest updates that no other worker's model has, if the method counts them."""
 
     by_samples = False
     """Whether :meth:`weigh` is called for each mini-batch before its backward."""
@@ -286,8 +286,8 @@ class Synchronizer:
         return False
 
     def begin_backward(self, update: int, number: int) -> None:
-        """Begin backward ``number`` of ``update``, where the user's code may run several, from 1. All replicas must run
-        as many."""
+        """Begin backward ``number``, from 1, of ``update``; the user's code may run several. All replicas must run as
+        many."""
         raise ConfigurationError(
             f"{type(self).__name__} averages the gradients of one backward in each update, and manual optimization, or "
             "an optimizer that evaluates its closure several times, may run more. Average models instead, as "
@@ -296,13 +296,14 @@ class Synchronizer:
 
     @property
     def takes_several_backwards(self) -> bool:
-        """True unless :meth:`begin_backward` refuses what it needs to know."""
+        """True unless :meth:`begin_backward` refuses several backwards."""
         return self.gradients is None or type(self).begin_backward is not Synchronizer.begin_backward
 
     @property
     def called(self) -> int | None:
-        """Life of the scheduler that has named the members of an exchange that this worker is ready for while it trains
-        on. Then every stage of its pipeline must :meth:`take_part` before the same turn. None if there is none."""
+        """Life of the scheduler that has named the members of an exchange for which this worker is ready while it
+        trains on; None if there is none. Every stage of its pipeline must then :meth:`take_part` before the same
+        turn."""
         return None
 
     def take_part(self, called: int) -> None:
@@ -331,7 +332,7 @@ class Synchronizer:
         """Start taking part; the others will, too."""
 
     def settle(self) -> None:
-        """Finish what others still count on this worker for, which is about to leave the scheduler's groups."""
+        """Finish what others still need from this worker, which is about to leave the scheduler's groups."""
 
     def stop(self) -> None:
         """Stop taking part, while others may train on."""
@@ -347,7 +348,7 @@ class Synchronizer:
         self.replica.average_parameters()
 
     def parameter_states(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Return state for a checkpoint beside the optimizer's, by parameter and in its shape. Called at a sync
+        """Return state for a checkpoint besides the optimizer's, by parameter and in its shape. Called at a sync
         point."""
         return {}
 
