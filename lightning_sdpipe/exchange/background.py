@@ -96,7 +96,7 @@ class Background:
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # and what it holds, while there is no other
+        del job  # and what it holds, until the next one comes
 
 
 class Overlapped:
@@ -154,8 +154,8 @@ class Overlapped:
 
 
 def turn_into_changes(mover: Mover, copies: Sequence[Tensor], group: Group) -> None:
-    """Replace copies of models by the changes that are to be added to these, piece by piece; there is no change of
-    pieces that a mover has given up with a lost member.
+    """Replace copies of models by the changes to add to these, piece by piece; the change is zero for pieces that a
+    mover has given up with a lost member.
 
     Raises:
         WorkerFailedError: a member is gone, or a transfer has timed out.

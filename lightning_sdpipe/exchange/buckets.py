@@ -24,7 +24,7 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 @dataclass(frozen=True)
 class FlatBucket:
     """One contiguous 1-D buffer and the parameters that are views of it, in order. Complex parameters lie in it as
-    pairs of real numbers, since collectives, sums and payloads know those only."""
+    pairs of real numbers, since collectives, sums and payloads take only those."""
 
     buffer: Tensor
     parameters: Sequence[nn.Parameter]
@@ -43,7 +43,7 @@ class FlatBucket:
     def check(self, take_back: bool = False) -> None:
         """Raise RuntimeError if a parameter no longer is a view of the buffer, which averaging would then miss. With
         ``take_back``, one that has been given other memory (``p.data = ...``) is moved into the buffer again, with its
-        new values, unless other tensors were to lie in the same memory."""
+        new values, unless other tensors share its memory."""
         first, size, end = self.buffer.data_ptr(), self.buffer.element_size(), 0
         for parameter in self.parameters:
             start, end = end, end + parameter.numel() * (2 if parameter.is_complex() else 1)
@@ -64,16 +64,17 @@ class FlatBucket:
 
 
 def tensors_of(buckets: Sequence[FlatBucket], beside: bool = False) -> list[Tensor]:
-    """Check each bucket (:meth:`FlatBucket.check`) and return the buffers, which an exchange moves. Unless that goes on
-    ``beside`` training and would be lost, parameters that have other memory are taken back into them."""
+    """Check each bucket (:meth:`FlatBucket.check`) and return the buffers, which an exchange moves. Parameters that
+    have other memory are taken back into them, unless the exchange goes on ``beside`` training, where new values would
+    be lost."""
     for bucket in buckets:
         bucket.check(take_back=not beside)
     return [bucket.buffer for bucket in buckets]
 
 
 class PublishedCopy:
-    """A copy of a model, with which others may average while a step is computed on the model. It takes the memory of
-    the parameters twice.
+    """A copy of a model, with which others may average while a step is computed on the model. Memory: twice the
+    parameters.
 
     Args:
         buckets: the model.
@@ -156,7 +157,7 @@ class Freezing:
 
     Args:
         module: the whole module. Parameters of other stages are on ``meta``, and have ``requires_grad`` all the same.
-        parameters: this stage's, about in the order in which a backward completes their gradients.
+        parameters: this stage's, roughly in the order in which a backward completes their gradients.
         groups: this worker's process groups.
         together: tensors over the same memory.
         sections: that of each parameter, if its replicas depend on it.
@@ -201,7 +202,7 @@ class Freezing:
         return self._flags() != self._agreed
 
     def refuse_new_parameters(self) -> None:
-        """Raise ConfigurationError if the module has parameters that it had not when it was cut."""
+        """Raise ConfigurationError if the module has parameters that it did not have when it was cut."""
         known = {id(p) for _, p in self._named}
         new = next((name for name, p in self._module.named_parameters() if id(p) not in known), None)
         if new is not None:

@@ -28,7 +28,7 @@ class Members:
 
     @classmethod
     def of(cls, group: Group) -> Members:
-        """Make the members of a group that the policy decided on."""
+        """Return the members of a group that the policy decided on."""
         return cls(tuple(worker.pipeline for worker in group.members), group.weights)
 
     def weight(self, pipeline: int) -> float:
@@ -71,8 +71,8 @@ def owned(n: int, members: Sequence[int], block: int) -> dict[int, slice]:
 class Codec(Protocol):
     """An encoding of one worker's values in messages to others.
 
-    ``x`` are always values from :meth:`prepared`, and ``at`` is their offset. An *outcome* is the input from which
-    :meth:`apply` makes the new values; float32, or float64 for float64.
+    ``x`` is always from :meth:`prepared`, and ``at`` is its offset. An *outcome* is the input from which :meth:`apply`
+    makes the new values; float32, or float64 for float64.
     """
 
     block: int
@@ -115,7 +115,7 @@ class Codec(Protocol):
         """Return the outcome if the mean is known in full precision."""
 
     def share(self, x: Tensor, outcome: Tensor) -> Tensor:
-        """Return the data on the outcome for workers of the same host, whose mean ``x`` is."""
+        """Return what workers of the same host, whose mean is ``x``, are told of the outcome."""
 
     def apply_shared(self, x: Tensor, published: Tensor) -> Tensor:
         """Return the outcome for a worker of the same host that has the values ``x``."""

@@ -98,7 +98,7 @@ class SumInPlace:
 
     def wait(self, work: dist.Work) -> None:
         """Wait until ``work`` is done, or soon after the replicas have given their group up: when a connection is lost,
-        gloo fails only those collectives of which it does not await the message that was under way.
+        gloo does not fail a collective that awaits the message that was under way.
 
         Raises:
             WorkerFailedError: a member is gone, or the group is given up.

@@ -22,8 +22,8 @@ from lightning_sdpipe.policies.decisions import Group
 from lightning_sdpipe.topology.groups import Replicas
 
 WORTH_HALVING = 2**18
-"""Values of a message that is divided, so that one half is encoded while the other travels. More parts would cost more
-time than they hide."""
+"""Number of values from which a message is divided, so that one half is encoded while the other travels. More parts
+would cost more time than they hide."""
 
 
 class EncodedMean:

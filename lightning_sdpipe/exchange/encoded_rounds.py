@@ -13,7 +13,7 @@ Adam's second moment would be one of ĝ, errors of compression included, so it m
 (:class:`~lightning_sdpipe.optim.FrozenVariance`). Weight decay inside of gradients is Adam's own affair: it enters
 ``exp_avg`` after this.
 
-m̄ takes as much memory as the gradients. It is in terms of gradients as they are sent: multiply it when a loss scale
+m̄ takes as much memory as the gradients. It has the scale of the gradients that are sent: rescale it when a loss scale
 changes, and keep the old one if m̄' is not finite.
 """
 
@@ -98,8 +98,8 @@ class EncodedRounds(GradientRounds):
         super().__init__(parameters, replicas, cap, watch)
 
     def arrange(self) -> None:
-        """Begin anew, and forget what was left out. Parameters that were not there before get gradients in
-        full precision first, of which their variances are measured."""
+        """Begin anew, and forget what was left out. Parameters that were not there before get gradients in full
+        precision first, from which their variances are measured."""
         self._coding.drop()
         self._momenta.clear()
         present = {id(parameter) for parameter in self._parameters}
@@ -179,7 +179,7 @@ class EncodedRounds(GradientRounds):
 
 
 class ReferenceOfPresent(CommonReference):
-    """A codec for gradients of members that come and go: the code that decides on them drops what was left out."""
+    """A codec for gradients of members that come and go: the code that chooses the members drops residuals."""
 
     def meets(self, team: Members) -> None:
         """No-op."""
@@ -189,8 +189,8 @@ class EncodedPresentRounds(PresentRounds):
     """A :class:`~lightning_sdpipe.exchange.present_rounds.PresentRounds` with a payload, in which all gradients weigh
     the same.
 
-    What messages have left out is dropped by all members alike when others take part than in the last round, and after
-    a round that broke off, since process groups, and with them epochs, are new then. A member without a batch keeps it.
+    All members drop their residuals when the members are not those of the last round, and after a round that broke off,
+    since process groups, and with them epochs, are new then. A member without a batch keeps its residual.
 
     Args:
         parameters: see the base class, as for the next four.
@@ -224,8 +224,8 @@ class EncodedPresentRounds(PresentRounds):
         super().__init__(parameters, worker, cap, watch, look)
 
     def begin(self, group: Group, mover: SumInPlace | None, hosts: Mapping[int, str] | None = None) -> None:
-        """Begin a round. ``mover`` adds up the flags, and its replicas average the gradients: by the machines
-        ``hosts``, if they are given."""
+        """Begin a round. ``mover`` adds up the flags, and its replicas average the gradients: by machine, if ``hosts``
+        are given."""
         if self._members != (group.epoch, group.members):
             self.coding.drop()
         self._members = group.epoch, group.members

@@ -26,8 +26,7 @@ from lightning_sdpipe.p2p import waiting_for
 from lightning_sdpipe.topology.groups import Replicas
 
 SMALL = 2**20
-"""Bytes that the last bucket has at most if flags travel with it, and that the buckets of a divided model have at
-least."""
+"""Largest size, in bytes, of a last bucket that flags travel with, and smallest size of a bucket of a divided model."""
 
 _AWAY, _AMID = -1, -2  # marks of replicas that do not train
 
@@ -54,7 +53,7 @@ class UnderWay(Protocol):
 
 
 class _Alone:
-    """The sum over one replica, which is what it was."""
+    """The sum over one replica, which needs no wait."""
 
     def wait(self) -> None:
         pass
@@ -85,7 +84,7 @@ class GradientRounds:
         parameters: equal in shape and order on all members; call :meth:`arrange` when the sequence has changed.
         replicas: replicas of which this worker is one.
         cap: bytes after which a bucket is full; at most a quarter of all bytes, but at least :data:`SMALL`, since the
-            backward hides nothing of a model that is one bucket.
+            backward cannot hide a model that is one bucket.
         watch: whether to check that gradients are finite.
     """
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class HeldBuffers(Sequence[Tensor]):
-    """The buffers of ``module`` whose names are ``held`` by a worker, as they can be averaged in place: contiguous,
-    complex ones as pairs of real numbers, and of sparse ones the values. They are looked up at each use, since a
-    forward may assign them anew."""
+    """The buffers of ``module`` whose names are ``held`` by a worker, in a form that can be averaged in place:
+    contiguous, complex ones as pairs of real numbers, sparse ones as their values. They are looked up at each use,
+    since a forward may assign them anew."""
 
     def __init__(self, module: nn.Module, held: Callable[[str], bool]) -> None:
         self._module = module
@@ -48,7 +48,8 @@ class HeldBuffers(Sequence[Tensor]):
 
 
 def contiguous(buffer: Tensor) -> Tensor:
-    """Return ``buffer``, in memory of its own if it was transposed or expanded: it is averaged as it lies."""
+    """Return ``buffer``, in memory of its own if it was transposed or expanded: buffers are averaged as they lie in
+    memory."""
     if buffer.layout is torch.strided and not buffer.is_contiguous():
         buffer.data = buffer.data.contiguous()
     return buffer

@@ -5,12 +5,12 @@ whole or not at all, and results are computed beside the model. So scratch memor
 model, and when a member is lost in the middle, every coordinate of every survivor is either unchanged or a mean of
 models that existed.
 
-:class:`GroupMean` goes over links that already exist. A group of k workers changes from iteration to iteration, and
-making a communicator for it costs more than the averaging (tens of milliseconds on gloo). So its members reduce and
-gather with point-to-point transfers inside the process group of their stage: each averages one k-th of a piece, which
-the others send it, and sends them the result. Each sends 2 (k − 1) / k times the tensors, as in a ring, but in two
-steps instead of 2 (k − 1), which matters where tensors are short or processes wait for a core. The others' parts of a
-member's own k-th lie where the results of the other k-ths will arrive, so a piece needs memory of its own size.
+:class:`GroupMean` uses links that already exist. A group of k workers changes from iteration to iteration, and making a
+communicator for it costs more than the averaging (tens of milliseconds on gloo). So its members reduce and gather with
+point-to-point transfers inside the process group of their stage: each averages one k-th of a piece, which the others
+send it, and sends them the result. Each sends 2 (k − 1) / k times the tensors, as in a ring, but in two steps instead
+of 2 (k − 1), which matters where tensors are short or processes wait for a core. The others' parts of a member's own
+k-th lie where the results of the other k-ths will arrive, so a piece needs memory of its own size.
 
 :class:`PairMean` averages the published tensors of two workers while they go on changing (asynchronous AD-PSGD). Each
 sends a copy of a piece as it is now. The received copy does not replace the piece, which may have changed by then: the
@@ -308,8 +308,8 @@ class _Pair(PieceByPiece):
 
 
 def exchange_whole(pending: Pending, group: Group, replicas: Replicas) -> None:
-    """Finish the exchange of the pair ``group``, whose tensors other code may change meanwhile: neither changes its own
-    before both have all of it.
+    """Finish the exchange of the pair ``group``, whose tensors other code may change meanwhile: neither member changes
+    its own before both have all of the other's.
 
     Raises:
         WorkerFailedError: the other one is gone, or a transfer has timed out; nothing has changed.

@@ -1,4 +1,4 @@
-"""User's options of how tensors move: ``SDPipeStrategy(exchange=Exchange(payload, overlap, hierarchy))``."""
+"""The user's options for how tensors move: ``SDPipeStrategy(exchange=Exchange(payload, overlap, hierarchy))``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERVAL = 0.5
 
 @dataclass(frozen=True)
 class Exchange:
-    """Options of how tensors move between the replicas of a stage; the method decides which replicas exchange, and
+    """Options for how tensors move between the replicas of a stage; the method decides which replicas exchange, and
     when.
 
     Args:

@@ -8,7 +8,7 @@ Workers train alone for ``every`` updates from a common base. The mean movement 
 
 m ← μ m + Δ, base ← base − lr (Δ + μ m)
 
-With lr = 1 and μ = 0 the base becomes the mean: LocalSGD. The base and m are the same on all workers and belong into
+With lr = 1 and μ = 0 the base becomes the mean: LocalSGD. The base and m are the same on all workers and belong in
 checkpoints. A sync point is an early round.
 """
 
@@ -109,8 +109,8 @@ class Fragments:
 
 
 class OuterModel(CommonReference):
-    """A codec for models, which exchanges how they have moved since they were equal the last time, the base; an outer
-    optimizer updates that.
+    """A codec for models. It exchanges how they have moved from the base, where they were last equal, and which an
+    outer optimizer updates.
 
     Memory: the base, and the momentum if there is one.
 

@@ -1,10 +1,10 @@
 """A worker's base, and the rounds by which it moves on.
 
-What a member brings to a round is the difference from its base, which is that of all. The mean of these, by any
-payload, is computed beside. Nothing changes until :meth:`OuterState.adopt`, which makes the step of the outer
-optimizer: so a round that breaks leaves no trace, and all members have the same new base, bit for bit. A worker that
-lacks the newest base receives it with its momentum, in full. Memory: the base and its momentum, and the mean while a
-round goes on; the newest base and its momentum, too, where they are received.
+A member brings to a round its model's difference from the base, which all members share. The mean of the differences,
+by any payload, is computed beside the model. Nothing changes until :meth:`OuterState.adopt`, which makes the step of
+the outer optimizer: so a round that breaks off leaves no trace, and all members have the same new base, bit for bit. A
+worker that lacks the newest base receives it with its momentum, in full. Memory: the base and its momentum, and the
+mean while a round goes on; the newest base and its momentum, too, where they are received.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class OuterState:
         self._brought = set[int]()
         """Groups to which this worker has brought its change from this base."""
         self.samples: float | None = None
-        """Samples of which this worker brings the change to its next round, by which its members weigh; None if they
-        weigh as their group says."""
+        """Number of samples behind the change that this worker brings to its next round, as its weight; None if the
+        group gives the weights."""
         self._lock = threading.Lock()
 
     def copy(self) -> tuple[tuple[int, int], list[Tensor]]:
@@ -99,9 +99,9 @@ class OuterState:
         return NewBase(self.rounds + 1, means, sequence=group.sequence)
 
     def adopt(self, new: NewBase, tensors: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> bool:
-        """Make ``new`` the base, and put it into the model ``tensors``. If that has changed since it was ``sent``,
-        it keeps these changes; if others have made the base without this worker, all changes since its own base.
-        Return whether its change is in the new one."""
+        """Make ``new`` the base, and put it into the model ``tensors``. The model keeps what has changed since it was
+        ``sent``; if others have made the base without this worker, all changes since its own base. Return whether the
+        new base contains this worker's change."""
         handed_over, follows = bool(new.received) and not new.moved, new.rounds == self.rounds + 1
         without = handed_over and (not self._brought or (follows and new.sequence not in self._brought))
         if without:

@@ -35,7 +35,7 @@ from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.topology.groups import Replicas
 
 _SCALES = {torch.float16: 2.0**-10}
-"""Factors of weighted gradients for types whose range a number of samples would leave."""
+"""Factors of weighted gradients for types whose range weights by samples would exceed."""
 _SAID = 6
 """Number of values of each member in the flags: its weight, the sum of its gradients, which is finite if they are, its
 mark, its batch, and its speed."""
@@ -108,8 +108,8 @@ class PresentRounds(GradientRounds):
         return self._group is not None
 
     def begin(self, group: Group, mover: SumInPlace | None, hosts: Mapping[int, str] | None = None) -> None:
-        """Begin the exchange among the members of ``group``, in which ``mover`` moves tensors; a single member needs
-        no mover. ``hosts``, the machines of the members, is ignored here, since all are alike."""
+        """Begin the exchange among the members of ``group``, in which ``mover`` moves tensors; a single member needs no
+        mover. ``hosts``, the machines of the members, is ignored here, since all are treated alike."""
         self._kept = None
         self._group = msgspec.structs.replace(group, weights=(1.0,) * len(group.members))
         self._mover = mover or GroupMean(self._replicas)
@@ -159,8 +159,8 @@ class PresentRounds(GradientRounds):
             transfers.begin(dict.fromkeys(others, piece), {}, replicas, tag_of(group)).wait()
 
     def take_over(self, lacking: Group | None, group: Group, replicas: Replicas) -> Round | None:
-        """Receive the outcome of the round ``lacking``, which has broken off, from the source of ``group``; None if it
-        does not keep it.
+        """Receive the outcome of the round ``lacking``, which has broken off, from the source of ``group``; None if the
+        source has not kept it.
 
         Raises:
             WorkerFailedError: the source is gone.

@@ -163,7 +163,7 @@ class OwnReference:
         payload: one whose :attr:`~lightning_sdpipe.exchange.payloads.Payload.modulo` says how models travel.
 
     Raises:
-        ConfigurationError: another payload.
+        ConfigurationError: the payload has none.
     """
 
     def __init__(self, payload: Payload) -> None:

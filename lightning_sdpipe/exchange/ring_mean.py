@@ -3,8 +3,8 @@
 In full precision, x ← Σ over itself and its neighbours of ⅓ x; in a ring of two, ½ and ½. The weights are symmetric, so
 the mean over the ring stays.
 
-In low precision each worker keeps *replicas*, copies x̂ of its own model and of its neighbours' models, which only
-messages change. After its optimizer has made x of x̂, a worker sends
+In low precision each worker keeps copies x̂ of its own model and of its neighbours' models, which only messages change.
+After its optimizer has made x of x̂, a worker sends
 
     Q(z),  z = x + Σ over neighbours of w x̂_j − (1 + Σ w) x̂
 
@@ -17,12 +17,12 @@ beyond that residual. Q must be close: 8 or 16 bits. The part of z that is left 
 late: on quadratics, the largest quarter of the values with feedback made models grow without bound, and signs without
 it stayed away from the optimum.
 
-A copy is of use if both ends of it have added the same messages. Members that all begin with one model have copies of
-it, and later of those that were their neighbours in the exchange before; others are new to each other. Where an
+A copy is of use only if both ends have added the same messages to it. Members that all begin with one model have copies
+of it, and later of those that were their neighbours in the exchange before; others are new to each other. Where an
 exchange may end for some only, as where members come and go, two neighbours tell each other before each exchange, in 8
-bytes, which was the last one that they have ended together; where they name different ones, or none, they are new. New
-neighbours send each other the copies of their own models in full. If none of its neighbours knows its copy, a worker
-makes a new one of its model. An exchange that breaks off leaves no copies.
+bytes, which exchange they last ended together; where they name different ones, or none, they are new. New neighbours
+send each other the copies of their own models in full. If none of its neighbours knows its copy, a worker makes a new
+one of its model. An exchange that breaks off leaves no copies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RingMean:
 
     Args:
         replicas: replicas of which this worker is one.
-        copies: this worker's, from one process group to the next.
+        copies: this worker's, which outlast process groups.
     """
 
     def __init__(self, replicas: Replicas, copies: RingCopies) -> None:
@@ -82,7 +82,7 @@ class RingCopies:
         self.ended_with: dict[int, int] = {}
         """Sequence of the last exchange that was ended with each neighbour."""
         self.is_common = False
-        """Whether all other workers have copies as this one's own, since nothing was exchanged after :meth:`begin`."""
+        """Whether all other workers' copies equal this one's own, since nothing was exchanged after :meth:`begin`."""
 
     def add(self, copies: NeighbourCopies) -> None:
         """Add the copies of the next piece."""
@@ -151,7 +151,7 @@ class _Exchange(PieceByPiece):
         return copies
 
     def _compare(self) -> set[int]:
-        """Return the neighbours that have ended the same exchange with this worker last as it with them. If there are
+        """Return the neighbours that name the same last exchange with this worker as it names with them. If there are
         none, or copies have other sizes, let the copies go."""
         memory = self._memory
         if [len(copies.own) for copies in memory.of_pieces] != [len(piece) for _, piece in self._to_come]:
@@ -215,7 +215,7 @@ def weight_of_each(size: int) -> float:
 
 
 def average(x: Tensor, neighbours: Iterable[Tensor], weight: float) -> None:
-    """Replace ``x`` by its average with the models of the ``neighbours`` that are there, in full precision."""
+    """Replace ``x`` by its average with the models of the present ``neighbours``, in full precision."""
     change = torch.zeros_like(x, dtype=residual_dtype(x.dtype))
     for theirs in neighbours:
         change.add_(theirs, alpha=weight).sub_(x, alpha=weight)
@@ -225,12 +225,12 @@ def average(x: Tensor, neighbours: Iterable[Tensor], weight: float) -> None:
 class NeighbourCopies:
     """One worker's copies of its own model and of its neighbours' models, for one flat buffer.
 
-    Memory: the buffer as often as it has neighbours, and once more; and once while a message is made. Cut a long
-    buffer into several, each with its replicas, to need less of the latter.
+    Memory: one buffer for each neighbour, and one more; and one while a message is made. Cut a long buffer into
+    several, each with its own copies, to need less of the latter.
 
     Args:
-        own: the initial value of this worker's replica. All start from models that were exchanged in full precision.
-        neighbours: the initial values of the neighbours' replicas, by any key.
+        own: the initial value of the copy of this worker's model. All start from models exchanged in full precision.
+        neighbours: the initial values of the copies of the neighbours' models, by any key.
         weight: :func:`weight_of_each`.
     """
 
@@ -247,7 +247,7 @@ class NeighbourCopies:
         return z.sub_(self.own, alpha=1 + self.weight * len(self.neighbours))
 
     def commit(self, payload: Payload, mine: Tensor, theirs: Mapping[int, Tensor]) -> None:
-        """Add the messages to all replicas; afterwards ``own`` is this worker's model.
+        """Add the messages to all copies; afterwards ``own`` is this worker's model.
 
         Args:
             payload: the payload of all messages.

@@ -1,7 +1,7 @@
-"""Averaging by section, where replicas are not the same stages with the same parameters.
+"""Averaging by section, where pipelines are cut differently, so that stages have no replicas with the same parameters.
 
 Each section of the chain has its own replicas, and a worker may exchange several sections. All workers go through their
-sections in one order.
+sections in the same order.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 group, which ``torch.distributed`` need not know by name.
 
 If a connection ends in the middle of a message, gloo's wait for that message, on either side, goes on until its
-timeout: neither the end nor a timeout of another message ends it. Over a slow link that is the usual moment for a
-process to be killed in. So where a wait may be given up, a thread waits for long messages, and the connection is looked
-at meanwhile (:func:`complete`).
+timeout: neither the end nor a timeout of another message ends it. Over a slow link, a process is usually killed at such
+a moment. So where a wait may be given up, a thread waits for long messages, and the connection is looked at meanwhile
+(:func:`complete`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _GLANCE = 0.05
 """Seconds between two looks at whether the wait was given up."""
 _FOREVER = timedelta(days=1000)
 _LOOKS = 20
-"""Number of these looks, of which the last is also at the connection."""
+"""Number of looks after which the connection is looked at, too."""
 
 
 class PendingMessage(NamedTuple):
-    """A message under way to or from the member ``rank`` of a process group, whom errors call ``peer``; or, with NCCL,
+    """A message under way to or from the member ``rank`` of a process group, called ``peer`` in errors; or, with NCCL,
     all messages of a transfer, and the names of all members."""
 
     peer: str
@@ -81,7 +81,7 @@ def complete(
         connections: those of ``group``; None if only the timeout ends a wait.
 
     Raises:
-        WorkerFailedError: one of these; the message names the member.
+        WorkerFailedError: a wait ended in one of these ways, or a transfer failed; the message names the member.
     """
     if connections is None:
         for message in messages:
@@ -122,8 +122,8 @@ class _LongWait:
 
 
 class _Waiter:
-    """A thread that waits for long messages, again and again: where processors are busy, a new thread is longer in
-    getting one than a thread that has waited."""
+    """A thread that waits for long messages, again and again: on busy processors, a new thread gets one later than a
+    thread that has waited."""
 
     def __init__(self) -> None:
         self.waits: queue.SimpleQueue[_LongWait] = queue.SimpleQueue()

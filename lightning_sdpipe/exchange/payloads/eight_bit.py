@@ -164,7 +164,8 @@ class EightBit(Payload):
 
 
 def _choose_levels(values: Tensor, middle: Tensor, step: Tensor) -> None:
-    """Write the value of code 0 and the step of each row of float32; the step of a row that is not finite is not."""
+    """Write the value of code 0 and the step of each row of float32; a row that is not finite gets a step that is
+    not."""
     low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     torch.add(low, high - low, alpha=128 / 255, out=middle)
     torch.maximum(high.sub_(middle).mul_(MARGIN / 127), low.sub_(middle).mul_(-MARGIN / 128), out=step)
@@ -280,7 +281,7 @@ class Spread:
 
     @property
     def theta(self) -> Tensor | None:
-        """Returns θ for :meth:`Modulo.encode`; None until an exchange in full precision was observed."""
+        """θ for :meth:`Modulo.encode`; None until an exchange in full precision was observed."""
         return None if self._largest is None else SPARE * self._largest
 
     @torch.no_grad()

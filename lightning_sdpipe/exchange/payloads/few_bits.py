@@ -41,7 +41,7 @@ class OneBit(Payload):
         feedback: add what a message left out to the next one; without it signs of gradients need not converge. It takes
             a residual as large as the tensor in float32.
         momentum: β₁ of 1-bit Adam: the momentum is sent instead of the gradient
-            (:mod:`~lightning_sdpipe.exchange.encoded_rounds`). It wants :class:`~lightning_sdpipe.optim.FrozenVariance`
+            (:mod:`~lightning_sdpipe.exchange.encoded_rounds`). It needs :class:`~lightning_sdpipe.optim.FrozenVariance`
             with the same ``after``.
         after: the number of first updates in full precision.
     """

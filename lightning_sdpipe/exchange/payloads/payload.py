@@ -38,13 +38,13 @@ class Payload(ABC):
     """
 
     kinds: Set[str] = frozenset({"feedback", "neighbours"})
-    """Its name, and what the members of an exchange must have in common, by which methods say that they take it
+    """Its name, and what the members of an exchange must have in common; methods list the kinds that they take
     (:class:`~lightning_sdpipe.sync.capabilities.Capabilities`)."""
     block: int = 1
     """Values that share a scale."""
     modulo: bool | None = None
-    """Whether models go as :class:`~lightning_sdpipe.exchange.payloads.Modulo` where members know nothing of each
-    other's but that they are close, or as they are; None if they cannot travel there."""
+    """True if models travel as :class:`~lightning_sdpipe.exchange.payloads.Modulo` among members that only know that
+    their models are close, False if they travel as they are; None if they cannot."""
     feedback: bool = False
     """Whether what a message leaves out is added to the next one (:class:`ErrorFeedback`)."""
     momentum: float = 0.0
@@ -68,7 +68,7 @@ class Payload(ABC):
         return self
 
     def at(self, update: int) -> Payload:
-        """Return the payload of the update that ``update`` others came before; :meth:`on` is applied afterwards."""
+        """Return the payload of the update that comes after ``update`` others; :meth:`on` is applied afterwards."""
         return self
 
     @abstractmethod
@@ -149,7 +149,7 @@ class ErrorFeedback:
         self._scale = 1.0
 
     def follow(self, scale: float) -> None:
-        """Set ``scale``, by which a loss scaler multiplies gradients from now on, and rescales what was left out."""
+        """Set ``scale``, by which a loss scaler multiplies gradients from now on, and rescale what was left out."""
         if scale != self._scale:
             self.residual.mul_(scale / self._scale)
             self._scale = scale
