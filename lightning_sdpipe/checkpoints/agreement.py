@@ -23,7 +23,7 @@ def agree_on(path: Any, groups: ProcessGroups) -> Any:
     every rank must call this function.
 
     Raises:
-        ConfigurationError: other ranks have other contents, or none; on all ranks.
+        ConfigurationError: ranks have different contents, or some have none; raised on all ranks.
     """
     mine = digest(path)
     if same(mine, groups.world, "comparing checkpoints"):
@@ -33,8 +33,8 @@ def agree_on(path: Any, groups: ProcessGroups) -> Any:
 
 
 def refuse_unlike(members: str, every: Mapping[int, str]) -> NoReturn:
-    """Raise ConfigurationError with the checkpoints that ``members``, ranks or pipelines, have, as :func:`described`
-    tells them apart."""
+    """Raise ConfigurationError that names the checkpoints of ``members`` (ranks or pipelines), as :func:`described`
+    does."""
     alike = {said: [number for number, own in every.items() if own == said] for said in every.values()}
     found = "; ".join(f"{members} {numbers}: {said}" for said, numbers in alike.items())
     raise ConfigurationError(
@@ -45,7 +45,7 @@ def refuse_unlike(members: str, every: Mapping[int, str]) -> NoReturn:
 
 
 def digest(path: Any) -> int:
-    """Return a number of the contents of the checkpoint at ``path``; 0 if there is none."""
+    """Return a checksum of the checkpoint at ``path``; 0 if there is none."""
     if not path:
         return 0
     try:
@@ -68,7 +68,7 @@ def _opened(path: Any) -> Any:
 
 
 def described(path: Any, digest: int) -> str:
-    """Describe the checkpoint at ``path``, if there is one, whose contents have this ``digest``."""
+    """Describe the checkpoint at ``path``, whose contents have this ``digest``; it is 0 if there is none."""
     if not path:
         return "none"
     if not digest:

@@ -18,7 +18,7 @@ def consolidate(directory: Path, file: Path) -> None:
     """Write the checkpoint in ``directory`` into ``file``; it has to fit into memory.
 
     Raises:
-        ValueError: ``directory`` is no distributed checkpoint, or ``file`` exists already.
+        ValueError: ``directory`` is not a distributed checkpoint, or ``file`` exists already.
     """
     if not is_distributed(directory):
         raise ValueError(

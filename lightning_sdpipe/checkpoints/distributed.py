@@ -2,7 +2,7 @@
 
 A checkpoint is a directory: the parameters once, the optimizer's state once per pipeline, and a file with all else. It
 appears under its name when it is complete, so a crash leaves the previous one unchanged. In an elastic run one pipeline
-writes, as if there were no other. If it is lost meanwhile, the next one that writes removes what is there of it.
+writes, as if there were no other. If it is lost meanwhile, the next one that writes removes what it left.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def _put_in_place(part: Path, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[None]:
-    """Keep the checkpoint at ``path`` while another kind is put in its place within the context: the old one is
-    removed only afterwards, and restored if that fails."""
+    """Keep the checkpoint at ``path`` while another is put in its place within the context: the old one is removed only
+    afterwards, and restored if that fails."""
     old = path.with_name(f".{path.name}.old")
     _remove(old)
     if path.exists():

@@ -108,7 +108,7 @@ class WholeFiles(TorchCheckpointIO):
         """Read the checkpoint.
 
         Raises:
-            ConfigurationError: the file was cut off, or is no checkpoint.
+            ConfigurationError: the file was cut off, or is not a checkpoint.
         """
         try:
             return super().load_checkpoint(path, *args, **kwargs)
@@ -151,7 +151,7 @@ def _own_name() -> str:
 
 
 def _remove_what_the_dead_left(place: Path, mark: str) -> None:
-    """Remove the temporary files that killed processes on this machine have left of this file."""
+    """Remove the temporary files for this file that killed processes on this machine have left."""
     begins = f".{place.name}.{mark}{socket.gethostname()}-"
     for left in place.parent.glob(f"{escape(begins)}*{_BESIDE}"):
         number = left.name.removeprefix(begins).partition("-")[0]

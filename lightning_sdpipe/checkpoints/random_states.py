@@ -33,8 +33,8 @@ def gather(groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
 
 
 def restore(saved: Mapping[str, Any], groups: ProcessGroups, device: torch.device) -> None:
-    """Restore the state of the worker that this rank is now, which may have been another rank before; a mesh of
-    another shape, or other devices, have no state to restore."""
+    """Restore the state of the worker that this rank is now, which may have been another rank before; with a mesh of
+    another shape, or other devices, restore nothing."""
     mine = _collect(device)
     sizes = {name: len(state) for name, state in mine.items()}
     before = [list(row) for row in saved.get("mesh", ())]

@@ -93,7 +93,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool)
     extras = _with_extra_state(module)
     with _instead(extras.values(), "get_extra_state", lambda: None):
         here = module.state_dict()
-    known = {  # what no checkpoint of this stage has, has a name only
+    known = {  # what checkpoints of this stage lack has a name only
         name: here[name] if value is None and isinstance(here.get(name), Tensor) else value
         for name, value in state.items()
     }
@@ -217,7 +217,7 @@ class OptimizerParts:
 
     def _take(self, group: dict[str, Any]) -> bool:
         """Leave this stage's parameters in ``group``. Return False if it has no new parameter, on any stage: users
-        leave out parameters that the optimizer has already, and it does not show those of other stages."""
+        leave out parameters that the optimizer already has, but do not see those of other stages in it."""
         known = {id(p) for parameters in self._whole for p in parameters}
         whole = [p for p in group["params"] if id(p) not in known]
         if not whole and group["params"]:
@@ -277,7 +277,7 @@ class OptimizerParts:
         return self._local
 
     def part(self) -> dict[str, Any]:
-        """Return the ``state_dict`` of the whole optimizer with the states of which this stage is the first holder."""
+        """Return the ``state_dict`` of the whole optimizer with the states that this stage is the first to hold."""
         stage = self._stage
         state = {i: value for i, value in self._states().items() if self._owners.get(i, (stage,))[0] == stage}
         return {"state": state, "param_groups": self._packed()}
@@ -333,13 +333,13 @@ class OptimizerParts:
 
 
 def _as_python(value: Any) -> Any:
-    """Return a number of numpy as one of Python, which is unpacked without running code."""
+    """Return a NumPy number as a Python one, which is unpacked without running code."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _send(values: Mapping[Any, Any], groups: ProcessGroups, *described: str) -> None:
-    """Send ``values`` to rank 0, the shapes of tensors with them: a forward may have assigned a buffer of another one;
-    ``described`` is as for :func:`_packed`."""
+    """Send ``values`` to rank 0, with the shapes of tensors, since a forward may have assigned a buffer of another
+    shape; ``described`` is as for :func:`_packed`."""
     dense = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.layout is torch.strided}
     header = {name: value.to("meta") if name in dense else value for name, value in values.items()}
     p2p.send_bytes(_packed(header, *described), 0, groups.pipeline, Tag.MODULE_STATE, "rank 0").wait()

@@ -29,7 +29,7 @@ def to_cpu(module: nn.Module) -> None:
 
 
 def make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give the buffers of ``module`` the shapes that they have in ``state``, its own one, where forwards have assigned
+    """Give the buffers of ``module`` the shapes that they have in its own ``state``, since forwards may have assigned
     others."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():

@@ -34,7 +34,7 @@ class Checkpoints:
     ) -> None:
         self.distributed = distributed
         self.only_held = False
-        """Whether states are requested of this stage alone, as it is in memory."""
+        """Whether states are requested of this stage alone, as they are in memory."""
         self._module = module
         self._ownership = ownership
         self._groups = groups
