@@ -1,10 +1,10 @@
 """Batches of a loader that are dealt to this pipeline.
 
 The indices go through the user's own DataLoader, with its workers and its prefetching. Its batch sampler runs ahead of
-training by the prefetched batches, and asks for a lease when the previous one is used up. Where answers took their time
-before, as from a scheduler that is far away, it asks two batches earlier, and is answered while these are trained. An
-empty lease ends the loader's iterator: prefetched batches are trained, then the next request may take as long as other
-pipelines need.
+training by the prefetched batches, and asks for a lease when the previous one is used up. If answers have been slow, as
+from a scheduler that is far away, it asks two batches earlier, and is answered while these are trained. An empty lease
+ends the loader's iterator: prefetched batches are trained, then the next request may take as long as other pipelines
+need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.random_streams import beginning_again, mix
 
 Ask = Callable[..., Lease | None]
-"""Function that gets the lease of that segment and ordinal, perhaps within a number of seconds, as
+"""Function that gets the lease of a segment and ordinal, perhaps within a number of seconds, as
 :meth:`lightning_sdpipe.scheduler.client.client.SchedulerClient.lease` does."""
 
 
@@ -36,7 +36,7 @@ class DealtBatch:
     """A batch: the ``data`` of batch ``number`` of shard ``home``.
 
     ``position`` is its number in the epoch, N × ``number`` + ``home``, whichever pipeline trains it; ``progress`` is
-    the predicted number of batches of the epoch that all have trained before.
+    the predicted number of batches of the epoch that all pipelines together have trained before it.
     """
 
     data: Any
@@ -101,9 +101,8 @@ class DealtBatches:
         return DealtBatch(data, lease.home, number, position, lease.progress + k * lease.advance)
 
     def wait(self, *seconds: float) -> bool | None:
-        """Wait until there is more to take, or the segment is over for all: then return False. All taken batches must
-        be trained, and reported to the scheduler, or the wait is in vain. Return None if it takes longer than
-        ``seconds``."""
+        """Wait until there is more to take, and return True; return False once the segment has ended for all, and None
+        after ``seconds``. All taken batches must be trained, and reported to the scheduler, or the wait is in vain."""
         return self._sampler.wait(*seconds)
 
     @property
@@ -116,7 +115,7 @@ class NumberedBatches:
     """The batches of an evaluation, of which this pipeline loads those of given numbers.
 
     Args:
-        loader: a loader with the DistributedSampler of an only replica, for which
+        loader: a loader with the DistributedSampler of a single replica, for which
             :func:`~lightning_sdpipe.data.shards.why_sharded` returns None. It is left unchanged.
     """
 
@@ -173,9 +172,9 @@ def another_number(loader: DataLoader[Any], fewer: bool, instead: str) -> Config
 
 _NOTHING = object()
 _FAR = 0.02
-"""Seconds that an answer takes where the next one is asked for ahead of time."""
+"""Seconds: if an answer takes longer, later leases are asked for ahead of time."""
 _AHEAD = 2
-"""Batches of a lease that are left then."""
+"""Batches of a lease that are left when the next one is asked for then."""
 
 
 class _LeaseSampler:

@@ -57,7 +57,7 @@ class PipelineLoader:
             copy whose batches are given.
         pipeline: number of this pipeline.
         num_pipelines: N.
-        seed: non-negative integers that are equal on all workers, and differ between epochs.
+        seed: returns non-negative integers that are equal on all workers, and differ between epochs.
 
     Raises:
         ConfigurationError: Lightning has put a sampler into the loader, so that it would give samples instead of
@@ -122,8 +122,8 @@ class PipelineLoader:
         return self._plain and sized_len(self._loader) is not None and not isinstance(self._source, Stateful)
 
     def skip(self, number: int) -> None:
-        """Leave out the first ``number`` batches when the loader is iterated next, but for the last one of this
-        pipeline, whose shard may be shorter than others."""
+        """Leave out the first ``number`` batches when the loader is iterated next, but never the last one: this
+        pipeline's shard may be shorter than others."""
         assert isinstance(self._draws, _Positions)
         self._draws.done = min(number, len(self._draws) - 1)
 
@@ -206,7 +206,7 @@ def _refuse_lost_batches(loader: Any) -> None:
 
 
 class _NamingTheLimit:
-    """A context whose errors say so where there are too few file descriptors for what worker processes send."""
+    """A context that explains errors for lack of file descriptors for what worker processes send."""
 
     def __enter__(self) -> None:
         """Begin to take a batch."""
@@ -265,8 +265,8 @@ class _Positions:
 
 
 def _draws_at_once(batches: Any) -> bool:
-    """Return whether ``batches`` draw all their random numbers with the first batch. Other samplers take 0.2 ms for
-    each."""
+    """Return whether ``batches`` draw all their random numbers with the first batch. Otherwise each batch draws in the
+    stream, which takes 0.2 ms."""
     sampler = batches.sampler if type(batches) is BatchSampler else batches
     return type(sampler) in (DistributedSampler, DistributedSamplerWrapper, RandomSampler, SequentialSampler)
 

@@ -35,9 +35,9 @@ def unlike_samples(loader: Any, num_pipelines: int, group: dist.ProcessGroup) ->
     """Compare a few samples of ``loader``'s data set with those that the members of ``group`` have, one in each
     pipeline, which must all call this function. Return what differs, and why that may be; None if nothing does.
 
-    A sample that is not the same when it is read again is passed over, and so are data sets of which no
-    :class:`~torch.utils.data.DistributedSampler` gives each pipeline a shard. They are read in a forked child, so that
-    no generator, file or cache of a data set is touched here; those that only index tensors are read without one.
+    A sample that is not the same when it is read again is skipped, and so are data sets of which no
+    :class:`~torch.utils.data.DistributedSampler` gives each pipeline a shard. Samples are read in a forked child, so
+    that no generator, file or cache of a data set is touched here; data sets that only index tensors need none.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
@@ -73,8 +73,7 @@ def difference(members: str, every: Mapping[int, Sequence[int]]) -> str | None:
 
 
 def digests(loader: Any) -> list[int]:
-    """Return the size of the loader's data set, and a number of the contents of each of some samples; 0 for what is not
-    known."""
+    """Return the size of the loader's data set, and a digest of each of some samples; 0 for what is not known."""
     if sys.platform != "linux" or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return _NOTHING
     try:

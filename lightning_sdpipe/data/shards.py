@@ -54,7 +54,7 @@ def why_sharded(loader: Any, pipeline: int, num_pipelines: int) -> str | None:
 
 
 def takes_turns(loader: Any) -> bool:
-    """Return whether replicas take the samples of an epoch by turns, in an order that does not depend on their
+    """Return whether replicas take the samples of an epoch in turn, in an order that does not depend on their
     number."""
     batches = loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
@@ -69,7 +69,7 @@ def refuse_to_deal(reason: str) -> ConfigurationError:
 
 
 class Shards:
-    """Batches of ``loader``'s N shards in one epoch after the other.
+    """Batches of ``loader``'s N shards, epoch after epoch.
 
     Args:
         loader: Lightning's loader with a DistributedSampler of this pipeline, for which :func:`why_sharded` returns
@@ -90,7 +90,7 @@ class Shards:
         return len(_index_sampler(self._loader))
 
     def begin(self, seed: int) -> None:
-        """Begin a new epoch, of which its samplers have been told."""
+        """Begin a new epoch, of which the loader's samplers have been told."""
         self._known.clear()
         self._seed = seed
         # State that a sampler keeps (a generator, say) goes on from epoch to epoch, and the shards begin alike in each.
@@ -102,7 +102,7 @@ class Shards:
             self._known[mine.rank] = self._checked(list(live), mine.rank)
 
     def batch(self, home: int, number: int) -> Any:
-        """Return the indices of that batch (one index if the loader does not batch)."""
+        """Return the indices of batch ``number`` of shard ``home`` (one index if the loader does not batch)."""
         if home not in self._known:
             batches = _copied(self._source, self._loader)
             sampler = _distributed(batches)
