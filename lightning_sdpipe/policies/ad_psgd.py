@@ -1,18 +1,17 @@
 """AD-PSGD as policies: every worker averages with one neighbour at a time.
 
-:class:`ADPSGDPolicy` is the baseline of SDPipe §5: for every iteration a perfect matching of the pipelines is drawn,
-the same for all stages, and a worker waits for its partner of that iteration. With an odd number of pipelines one of
-them goes on alone. The pairs depend on the number of the iteration, and on the pipelines that take part when the first
-worker reports it, on any stage. Later changes do not change them: a partner that is not active, or past that iteration,
-is not waited for, and one that was not there yet goes on alone. There is no deadlock: to report iteration k a worker
-needs only groups of iterations before k, so among all waiting workers those of the lowest iteration have partners that
+:class:`ADPSGDPolicy` is the baseline of SDPipe §5: every iteration draws a perfect matching of the pipelines, the same
+for all stages, and a worker waits for its partner of that iteration. With an odd number of pipelines, one goes on
+alone. The pairs depend on the iteration's number and on the pipelines that take part when the first worker reports it,
+on any stage. Later changes do not alter them: no worker waits for a partner that is inactive or already past that
+iteration, and a pipeline that joined too late to be drawn goes on alone. There is no deadlock: to report iteration k, a
+worker needs only groups of iterations before k, so the waiting workers of the lowest iteration have partners that will
 come.
 
 :class:`AsynchronousADPSGDPolicy` is the algorithm as its authors describe it (AD-PSGD, Lian et al. 2018): a ready
 worker averages at once with a random neighbour, whatever that neighbour is doing. The group then has a member that did
-not ask for it, listed in ``Group.passive``. Such a neighbour has to average in the background of its computation, and
-must never wait for another worker before it answers: then no cycle of neighbours that chose each other can wait for
-ever.
+not ask for it, listed in ``Group.passive``. Such a neighbour averages in the background of its computation and must
+never wait for another worker before it answers, so a cycle of neighbours that chose each other cannot deadlock.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ _REMEMBERED = 64
 
 
 class ADPSGDPolicy(GroupPolicy):
-    """Pairs that wait for each other: drawn afresh for every iteration, or shifted by one every ``shifts`` of them."""
+    """Pairs that wait for each other: redrawn for every iteration, or shifted by one every ``shifts`` iterations."""
 
     def __init__(self, num_stages: int, num_pipelines: int, *, seed: int = 0, shifts: int | None = None) -> None:
         super().__init__(num_stages, num_pipelines)
         self._seed, self._shifts = seed, shifts
         self._there: OrderedDict[int, list[int]] = OrderedDict()
-        """Pipelines that took part when the first worker reported an iteration."""
+        """By iteration, the pipelines that took part when the first worker reported it."""
         self._waits_for: list[dict[int, set[int]]] = [{} for _ in range(num_stages)]
 
     def worker_ready(self, worker: Worker, iteration: int, now: float) -> list[Decision]:

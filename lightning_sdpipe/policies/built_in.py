@@ -1,4 +1,4 @@
-"""The built-in policies; each class says all else about itself."""
+"""The built-in policies; everything else about a policy is in its class."""
 
 from lightning_sdpipe.policies.ad_psgd import ADPSGD as ADPSGD
 from lightning_sdpipe.policies.all_reduce import AllPresent, AllReduceModels
@@ -15,4 +15,4 @@ METHODS = (SemiDecentralized, PartialReduce, LocalSGD, Decentralized, ADPSGD, PH
 """Policies that users choose as methods, in the order in which they are offered."""
 
 POLICIES: tuple[type[PolicyConfig], ...] = (*METHODS, AllReduceModels, AllPresent, OuterRounds)
-"""All of them."""
+"""All built-in policies."""

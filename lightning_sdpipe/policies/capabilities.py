@@ -1,7 +1,7 @@
 """What a method takes: plain sets of values, by dimension.
 
-Payloads are named by what the members of an exchange must have in common (``Payload.needs``), so that a set holds for
-payloads that come later.
+Payloads are named by what the members of an exchange must have in common (``Payload.needs``), so that a set also covers
+payloads added later.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ DEALT = ASKED | {"auto"}
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a method takes. By default it takes only what works without its knowledge, so a user's own method names what
-    it has been made for.
+    """What a method takes. The default is what works with any method; a user's own method names what else it was made
+    for.
 
     Args:
-        payloads: names of payloads, of ``"full"``, ``"half"``, ``"eight_bit"``, ``"feedback"`` (8 bits with error
-            feedback or stochastic rounding, and payloads of one's own), ``"one_bit"`` and ``"momentum"``; or what
-            payloads need that members have in common: ``"nothing"``, ``"neighbours"`` that stay the same, a common
-            ``"base"``, or sums of ``"gradients"``.
+        payloads: any of ``"full"``, ``"half"``, ``"eight_bit"``, ``"feedback"`` (8 bits with error feedback or
+            stochastic rounding, and payloads of one's own), ``"one_bit"`` and ``"momentum"``; or what the members have
+            in common, as payloads need it: ``"nothing"``, ``"neighbours"`` that stay the same, a common ``"base"``, or
+            sums of ``"gradients"``.
         overlaps: values of ``Exchange(overlap=...)``.
         hierarchies: values of ``Exchange(hierarchy=...)``.
-        schedules: of ``"flush"`` and ``"pipedream"``, with several stages. A policy that announces late takes only the
-            first.
-        data: of ``"sharded"``, ``"dealt"`` (if users ask for it), ``"auto"`` (by itself) and ``"by_speed"``
+        schedules: any of ``"flush"`` and ``"pipedream"``, with several stages. A policy that announces late takes only
+            ``"flush"``.
+        data: any of ``"sharded"``, ``"dealt"`` (if the user asks for it), ``"auto"`` (dealt unasked) and ``"by_speed"``
             (``batch_by_speed=True``).
-        batches: of ``"one"`` and ``"several"`` batches of an update.
-        unlike: pipelines that are cut unlike: the smaller sets that hold there, by dimension; None to take none.
-        elastic: the same for a job in which pipelines come and go.
+        batches: any of ``"one"`` and ``"several"``, the batches of an update.
+        unlike: the smaller sets for pipelines that are cut differently, by dimension; None if it takes no such
+            pipelines.
+        elastic: the same for elastic runs.
     """
 
     payloads: Set[str] = FULL
@@ -58,7 +59,7 @@ class Capabilities:
 
 LIKE: Mapping[Dimension, Set[str]] = {"overlaps": BESIDE, "hierarchies": FLAT}
 GROUPS = Capabilities(CHANGING, BESIDE, HOSTS, data=DEALT, unlike=LIKE, elastic={})
-"""Groups of models that the scheduler forms."""
+"""Averaging of models in groups that the scheduler forms."""
 GRADIENTS = Capabilities(
     BASES | {"gradients"},
     hierarchies=HOSTS,

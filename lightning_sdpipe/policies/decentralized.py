@@ -1,9 +1,7 @@
-"""Averaging with neighbours that follow from the workers that are there: a ring, or pairs (BAGUA §3.2,
-its decentralised algorithms).
+"""Averaging with neighbours, in a ring or in pairs of the active workers (decentralised algorithms of BAGUA §3.2).
 
-In a ring every worker is a neighbour of a waiting one, so all of them form one group, in which each averages with its
-two neighbours only; the ring closes over the members of its group. A worker of a pair waits for its partner of that
-iteration, as with AD-PSGD.
+The workers of a ring form one group, in which each averages with its two neighbours only. A worker of a pair waits for
+its partner of that iteration, as with AD-PSGD.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ Peers = Literal["ring", "shift_one", "random"]
 class Decentralized(PolicyConfig, frozen=True):
     """Decentralised averaging: models are averaged with neighbours in each update that ``every`` divides.
 
-    ``peers``: ``"ring"``: with the two neighbours, a third each; ``"shift_one"``: in pairs of a pipeline of the first
-    half and one of the second, which shift by one each time; ``"random"``: in pairs that are drawn from ``seed``.
+    ``peers`` is ``"ring"`` (with the two neighbours, a third each), ``"shift_one"`` (pairs of one pipeline from each
+    half, shifted by one each time) or ``"random"`` (pairs drawn from ``seed``).
     """
 
     registered = "decentralized"
@@ -49,7 +47,7 @@ class Decentralized(PolicyConfig, frozen=True):
         overlaps = FREELY if self.every == 1 else BESIDE
         if self.peers == "ring":
             return Capabilities(RING, overlaps, unlike=LIKE, elastic={})
-        # a newcomer cannot know the number of the average by which pairs meet freely
+        # pairs that meet freely follow from the average's number, which a newcomer cannot know
         return Capabilities(CHANGING, overlaps, unlike=LIKE, elastic={"overlaps": BESIDE})
 
     @property
@@ -64,7 +62,7 @@ class Decentralized(PolicyConfig, frozen=True):
 
 
 class RingPolicy(LocalSGDPolicy):
-    """One group of all workers that are there, as a ring without gaps."""
+    """One group of all active workers, as a ring without gaps."""
 
     def _release(self, reason: Reason) -> list[Decision]:
         return [as_ring(group) for group in super()._release(reason)]

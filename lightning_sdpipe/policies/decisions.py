@@ -18,7 +18,7 @@ TOLERANCE = 1e-9
 
 
 class Reason(StrEnum):
-    """The reasons of the built-in policies for letting a group go out. A policy may have other reasons."""
+    """The built-in policies' reasons for sending out a group; other policies may have others."""
 
     WINDOW_CLOSED = "window closed"
     """The window ended and the recent groups plus this one connect the stage."""
@@ -33,13 +33,13 @@ class Reason(StrEnum):
     MATCHED = "matched"
     """The workers were drawn to average with each other (AD-PSGD)."""
     STALENESS = "staleness"
-    """Some members had waited for others whose models contained too little of theirs (``staleness=``)."""
+    """Some members had waited for others whose models lacked too many of their steps (``staleness=``)."""
     LOCAL_STEP = "local step"
     """The policy has the worker go on alone this time."""
     HANDED_OVER = "handed over"
     """Some members lack the outcome of the last round, and the passive one has it."""
     MADE_AGAIN = "made again"
-    """A round broke off, and no worker that is left has its outcome."""
+    """A round broke off, and no remaining worker has its outcome."""
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="group"):
@@ -49,13 +49,13 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag="grou
     the weighted sum of all members' models. ``sequence`` is unique in the run and increasing. ``reason`` is for people.
 
     ``passive`` members take part without being answered: they average while they compute (asynchronous AD-PSGD), or
-    before they wait on (PHD-PSGD under its bound). The latter are ``standing``: the models that they contribute contain
-    the step that they are ready with. One that has all of the weight hands the outcome of a round over to the others
-    (:attr:`source`). ``neighbours``, where it is not empty, has for each member, in order, the members that it averages
+    average and go on waiting (PHD-PSGD under its bound). The latter are ``standing``: their models contain the step
+    that they are ready with. A passive member with all of the weight hands the outcome of a round over to the others
+    (:attr:`source`). Unless it is empty, ``neighbours`` lists for each member, in order, the members that it averages
     with instead of all.
 
-    ``epoch`` is for elastic runs, and not a policy's to decide: the epoch of membership whose process group holds all
-    members; 0 in any other run.
+    ``epoch`` is for elastic runs, and no policy sets it: the epoch of membership whose process group holds all members;
+    0 in any other run.
     """
 
     members: tuple[Worker, ...]
@@ -85,7 +85,7 @@ Decision: TypeAlias = Group
 
 
 def without_passive(group: Group) -> Group:
-    """Return ``group`` with those members only that wait for an answer, in equal parts."""
+    """Return ``group`` without its passive members; the others have equal weights."""
     members = tuple(member for member in group.members if member not in group.passive)
     weights = (1 / len(members),) * len(members)
     return msgspec.structs.replace(
@@ -94,7 +94,7 @@ def without_passive(group: Group) -> Group:
 
 
 def of_those(group: Group, there: Collection[Worker]) -> Group:
-    """Return ``group`` with those of its members that are ``there``; weights keep their proportion."""
+    """Return ``group`` with only the members in ``there``; their weights keep their proportions."""
     pairs = [pair for pair in zip(group.members, group.weights, strict=True) if pair[0] in there]
     total = math.fsum(weight for _, weight in pairs)
     neighbours = [

@@ -1,17 +1,17 @@
-"""A stage that averages as the last stage has decided: the same members, iterations and order.
+"""Replay, on another stage, of what the last stage decided: the same members, iterations and order.
 
-Meetings are numbered as the last stage decided them, and increase along each pipeline. A meeting goes out here when all
-its members have come to the same iteration as on the last stage, and their earlier meetings have gone out. A waiting
-worker waits for workers that compute, or that wait for a meeting of a lower number; the meeting of the lowest number
-waits for no waiting worker, so there is no deadlock.
+Meetings are numbered in the order in which the last stage decided them, so numbers increase along each pipeline. A
+meeting goes out here when all its members have reached the same iteration as on the last stage, and their earlier
+meetings have gone out. A waiting worker waits for workers that compute, or that wait for a meeting with a lower number;
+the lowest meeting waits for no waiting worker, so there is no deadlock.
 
-The bound on staleness is this stage's own: groups that a meeting lets go on wait here, too, for the models that are
-behind theirs. They need to wait for meetings of lower numbers only, since on the last stage these were enough.
+This stage keeps its own bound on staleness: groups that a meeting lets go on wait here, too, for the groups behind
+them. Waiting for meetings with lower numbers is enough, as it was on the last stage.
 
-A worker that was lost, or has left, is left out. Meetings that are still to come here would have passed its model on to
-others, as they did on the last stage only. So all versions are doubted on the last stage then, and until the doubts are
-settled this stage's models may be older than the bound. (This stage cannot wait for that itself: its pipelines would
-never come to the boundary on the last stage.) A worker whose pipeline no longer has a last stage goes on alone.
+A worker that was lost, or has left, is left out. Meetings still to come here would have passed its model on to others,
+as happened on the last stage. So the last stage then doubts all versions, and until the doubts are settled, models of
+this stage may be older than the bound. (This stage cannot wait for that itself: its pipelines would never reach the
+boundary on the last stage.) A worker whose pipeline no longer has a last stage goes on alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lightning_sdpipe.policies.versions import Versions
 
 @dataclass(frozen=True)
 class GroupPart:
-    """One group's part in a meeting: the iterations of its pipelines, and whether it waits on afterwards.
+    """One group's part in a meeting: the iterations of its pipelines, and whether it goes on waiting afterwards
+    (``stays``).
 
     ``steps`` says that this is the group's first meeting since its last step.
     """
@@ -40,7 +41,8 @@ class GroupPart:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A meeting that the last stage has decided. ``computing`` has the pipelines of groups that were not ready."""
+    """A meeting that the last stage has decided. ``computing`` has, by group, the pipelines of groups that were not
+    ready."""
 
     parts: tuple[GroupPart, ...]
     computing: Mapping[int, tuple[int, ...]]
@@ -54,12 +56,12 @@ class _Due:
     planned: PlannedGroup
     stepped: set[int] = field(default_factory=set)
     missing: tuple[int, int] | None = None
-    """A pipeline that had not come when this was looked at, and its iteration."""
+    """A pipeline that was missing at the last look, and its iteration."""
 
 
 class FollowingStages:
-    """The meetings that are still to come in ``stage``; ``last`` is the stage that decides. ``versions`` counts the age
-    of models; None where that does not matter."""
+    """The meetings still to come in ``stage``; ``last`` is the stage that decides. ``versions`` tracks the age of
+    models; None where that does not matter."""
 
     def __init__(self, stage: int, participants: Participants, versions: Versions | None, last: int) -> None:
         self._stage, self._last = stage, last
@@ -67,7 +69,7 @@ class FollowingStages:
         self._versions = versions
         self._due: list[_Due] = []
         self._planned: Counter[tuple[int, int]] = Counter()
-        """Pipelines, with their iterations, of which a meeting is due; counted, since some have several."""
+        """Number of meetings due for each pipeline and iteration."""
         self._unheard: set[int] = set()
         """Pipelines whose last stage has not reported since the scheduler was restarted."""
 
@@ -81,13 +83,13 @@ class FollowingStages:
         self._unheard.discard(pipeline)
 
     def forget(self) -> None:
-        """Forget all earlier decisions, which are not known any more."""
+        """Forget all earlier decisions, which the restarted scheduler does not know."""
         self._due.clear()
         self._planned.clear()
         self._unheard = set(range(self._participants.num_pipelines))
 
     def expects(self, group: int) -> bool:
-        """Return whether a meeting with others is still to come in which ``group`` takes part."""
+        """Return whether ``group`` still has a meeting with others to come."""
         return any(
             len(due.planned.parts) + len(due.planned.computing) > 1
             and (group in due.planned.computing or any(part.group == group for part in due.planned.parts))
@@ -106,7 +108,7 @@ class FollowingStages:
     def _next(self) -> Decision | None:
         """Return the first meeting that can go out."""
         if len(self._due) == 1 and (missing := self._due[0].missing) is not None and self._comes(*missing):
-            return None  # which is the usual case: so a meeting is looked through about log N times, not N
+            return None  # the usual case: a meeting is looked through about log N times, not N
         waiting = self._participants.waiting[self._stage]
         busy: set[int] = set()
         """Pipelines with a meeting that cannot go out yet."""
@@ -122,7 +124,7 @@ class FollowingStages:
             present = [(part, members) for part, members in here if members]
             every_member = {p for _, members in present for p in members}
             if self._versions is not None and self._versions.bound is not None:
-                # these keep their place too: they contain it from that step on
+                # these keep their place, too: they contain the average from the end of their step on
                 every_member.update(*planned.computing.values())
             if not coming and not any(not part.stays for part, _ in present):
                 self._is_over(due)  # the worker that it would have answered has gone
@@ -151,7 +153,7 @@ class FollowingStages:
         return reported is None or reported < iteration
 
     def _fresh(self, due: _Due, present: Sequence[tuple[GroupPart, Sequence[int]]], earlier: set[int]) -> bool:
-        """Return whether no group that goes on would wait for one that has an earlier meeting to come."""
+        """Return whether no group that goes on would have to wait for one with an earlier meeting to come."""
         self._step(due, present)
         if self._versions is None:
             return True
@@ -190,10 +192,10 @@ class FollowingStages:
         return group
 
     def _strays(self) -> list[Decision]:
-        """Let workers go on alone for which their last stage will not decide."""
+        """Let workers go on alone if the last stage will not decide for them."""
         waiting = self._participants.waiting[self._stage].items()
         unplanned = waiting - self._planned.keys()
-        if unplanned and not self._unheard:  # those that wait on the last stage are looked at there, and it is quicker
+        if unplanned and not self._unheard:  # the last stage decides for those that wait there; this is quicker
             unplanned.difference_update(self._participants.waiting[self._last].items())
         strays = {each for each in unplanned if not self._will_be_decided(*each)}
         in_order = [pipeline for pipeline, iteration in waiting if (pipeline, iteration) in strays] if strays else []
@@ -210,7 +212,7 @@ class FollowingStages:
 
 
 def _iterations(meeting: PlannedGroup) -> list[tuple[int, int]]:
-    """Return the pipelines that are to come to ``meeting``, each with its iteration."""
+    """Return the pipelines that ``meeting`` expects, each with its iteration."""
     return [each for part in meeting.parts for each in part.iterations.items()]
 
 

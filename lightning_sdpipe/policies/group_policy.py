@@ -72,29 +72,29 @@ class GroupPolicy:
         raise NotImplementedError(f"{type(self).__name__} must say in worker_ready how a ready worker is answered")
 
     def worker_left(self, worker: events.Worker, now: float) -> list[Decision]:
-        """Handle ``worker``, which has left or, without a :meth:`worker_lost`, was lost; workers that wait for it must
-        not wait for ever."""
+        """Handle ``worker`` having left (or been lost, unless :meth:`worker_lost` is overridden); workers that wait for
+        it must not wait for ever."""
         return []
 
     def worker_lost(self, worker: events.Worker, now: float) -> list[Decision]:
-        """Handle ``worker``, which fell silent and may come back with another model."""
+        """Handle the loss of ``worker``, which may come back with another model."""
         return self.worker_left(worker, now)
 
     def last_group_doubted(self, worker: events.Worker) -> None:
-        """Note that the last group of ``worker``, which is about to be lost, may have broken off: it has not been ready
+        """Note that the last group of ``worker`` may have broken off: it is about to be lost, and has not been ready
         since."""
 
     def worker_contains(self, worker: events.Worker, rounds: int) -> list[Decision]:
-        """Note that the model of ``worker``, which may be about to wait for a group, contains the outcomes of so many
-        ``rounds``."""
+        """Note that the model of ``worker`` contains the outcomes of ``rounds`` rounds. If a ready says so,
+        :meth:`worker_ready` follows."""
         return []
 
     def worker_vanished(self, worker: events.Worker) -> list[Decision]:
-        """Handle ``worker``, which had left, and will not come back as it was."""
+        """Handle the end of the process of ``worker``, which had left before."""
         return []
 
     def worker_joined(self, worker: events.Worker, now: float) -> list[Decision]:
-        """Handle ``worker``, which takes part now."""
+        """Handle ``worker`` having joined."""
         return []
 
     def worker_progressed(self, progress: events.Progress, now: float) -> list[Decision]:
@@ -102,7 +102,7 @@ class GroupPolicy:
         return []
 
     def scheduler_restarted(self, now: float) -> list[Decision]:
-        """Handle a restart of the scheduler; the knowledge of the one that decided before is lost."""
+        """Handle a restart of the scheduler, which does not know what the earlier one decided."""
         return []
 
     def widened(self, num_pipelines: int) -> None:
@@ -113,6 +113,5 @@ class GroupPolicy:
         """
 
     def time_passed(self, now: float) -> list[Decision]:
-        """Handle the passage of time to ``now``; due when :meth:`deadline` says so, and called before each other event
-        too."""
+        """Handle the passage of time to ``now``; called at :meth:`deadline`, and before each other event."""
         return []

@@ -52,7 +52,7 @@ class LocalSGDPolicy(GroupPolicy):
 
     ``every`` 1 is all-reduce; None is never. Groups are decided on the last stage, and the others replay them
     (``following_stages.py``). Otherwise, if the stages of a pipeline joined at different moments while others average,
-    one stage might wait for it and another not, so pipelines could wait for each other.
+    one stage might wait for it and another might not, and pipelines could deadlock.
     """
 
     def __init__(self, num_stages: int, num_pipelines: int, *, every: int | None) -> None:

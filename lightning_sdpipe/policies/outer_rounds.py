@@ -1,16 +1,16 @@
-"""Rounds of an outer optimizer (DiLoCo) of all pipelines that are there.
+"""Rounds of an outer optimizer (DiLoCo) among all present pipelines.
 
-Each worker trains from a *base*, the result of a round, and brings what its model has moved by. All bases of a stage
-are in one line: :mod:`~lightning_sdpipe.policies.rounds_of_all` has the rules. A member that is handed a base gets it
-whole, so it may have missed any number of rounds.
+Each worker trains from a *base*, the result of a round, and contributes how far its model has moved from it. The bases
+of a stage form one sequence; :mod:`~lightning_sdpipe.policies.rounds_of_all` has the rules. A base is handed over
+whole, so a member may have missed any number of rounds.
 
-A round is due when all together have made ``every`` updates for each pipeline that was planned. They say that they are
-ready as soon as they could be in it, and train on: fast ones make more updates than slow ones, and none waits.
+A round is due when all pipelines together have made ``every`` updates per planned pipeline. Each reports ready as soon
+as it could take part, and trains on: fast ones make more updates than slow ones, and none waits.
 
-With several stages a round begins when all workers of all stages are ready, and one group goes out for each stage, of
-the same pipelines; so no stage waits for another one's round. If it breaks off on a stage, it is made again there, by
-those of its members that are left: others, which train on, get it handed over. If none is left there, its outcome is
-lost on that stage, and the next round of all is one more for each stage.
+With several stages, a round begins when all workers of all stages are ready, and one group of the same pipelines goes
+out for each stage, so no stage waits for another one's round. If it breaks off on a stage, its remaining members make
+it again there; it is handed over to the others, which train on. If no member remains, its outcome is lost on that
+stage, and the next round of all is a further one on each stage.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OuterRoundsPolicy(RoundsOfAll):
     def __init__(self, num_stages: int, num_pipelines: int, every: int | None = None) -> None:
         super().__init__(num_stages, num_pipelines)
         self._due = num_pipelines * (every or 0)
-        """Updates of all pipelines in a round."""
+        """Updates of all pipelines together that make a round due."""
         self._made = 0
         """Updates since the last round."""
 
@@ -64,7 +64,7 @@ class OuterRoundsPolicy(RoundsOfAll):
     def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
         workers = self.participants
         waiting, stages = workers.waiting[stage], range(workers.num_stages)
-        # Others, which stand, train on: without stage 0 they would never begin it.
+        # The others train on, and begin a round only with their stage 0: never this one.
         if again := [pipeline for pipeline in waiting if workers.again[stage][pipeline]]:
             return [workers.group(stage, again, Reason.MADE_AGAIN)]
         if (

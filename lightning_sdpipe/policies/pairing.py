@@ -1,8 +1,8 @@
-"""Choice of the pipelines or groups that average: pure functions that every worker computes alike, or by which a policy
-draws; and division of many workers into groups by a tournament table.
+"""Choice of the pipelines or groups that average: pure functions that all workers compute alike, or that a policy draws
+by. A tournament table divides many workers into groups.
 
-Rings, shifted and random pairs need no scheduler: they depend on places, which number the participants, and on the
-number of the round.
+Rings, shifted pairs and random pairs need no scheduler: they depend only on the number of the round and on *places*,
+which number the participants.
 
 PHD-PSGD's weighted probabilistic graph says which groups meet, and how fast that mixes (paper §3.3).
 
@@ -26,15 +26,15 @@ from itertools import pairwise
 
 
 def ring(place: int, size: int) -> tuple[int, ...]:
-    """Return the neighbours in a ring: none, one or two."""
+    """Return the neighbours of ``place`` in a ring of ``size`` places: none, one or two."""
     return tuple(sorted({(place - 1) % size, (place + 1) % size} - {place}))
 
 
 def shift_one(place: int, size: int, number: int) -> int | None:
     """Return the partner in round ``number`` if pairs shift by one: r < n/2 meets (number + r) mod (n/2) + n/2.
 
-    So each place of the first half has met each of the second after n/2 rounds. With an odd number one of the first
-    half stays alone (None), in turn.
+    So each place of the first half meets each of the second in n/2 rounds. With an odd number, the places of the first
+    half take turns staying alone (None).
     """
     half = (size + 1) // 2
     partner = (number + place) % half + half if place < half else (place - half - number) % half
@@ -43,7 +43,7 @@ def shift_one(place: int, size: int, number: int) -> int | None:
 
 @functools.lru_cache(maxsize=256)
 def matching(num_pipelines: int, seed: int, iteration: int) -> tuple[int, ...]:
-    """Return the partner of every pipeline in ``iteration``; one is its own partner where the number is odd."""
+    """Return the partner of every pipeline in ``iteration``; if their number is odd, one is its own partner."""
     order = sorted(range(num_pipelines), key=lambda pipeline: uniform(seed, iteration, pipeline))
     partners = list(range(num_pipelines))
     for a, b in zip(order[::2], order[1::2], strict=False):
@@ -52,7 +52,7 @@ def matching(num_pipelines: int, seed: int, iteration: int) -> tuple[int, ...]:
 
 
 def similarities(times: Sequence[float], group: int, gamma: float) -> list[float]:
-    """Return w of one group with each group; 0 with itself."""
+    """Return w of ``group`` with each group; 0 with itself."""
     own = times[group]
     return [0.0 if j == group else (min(own, other) / max(own, other)) ** gamma for j, other in enumerate(times)]
 
@@ -68,10 +68,10 @@ def draw(weights: Sequence[tuple[int, float]], number: float) -> int:
 
 
 def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
-    """Cut ``workers`` into as few groups of at most ``size`` as possible, about equal, differently every ``turn``.
+    """Cut ``workers`` into the fewest groups of at most ``size``, about equal, differently every ``turn``.
 
-    For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and
-    those that sit opposite each other meet, so that in turns of the same workers all pairs meet.
+    For pairs this is the circle method of tournaments: one worker stays, the others move round a table, and those that
+    sit opposite each other meet, so over the turns all pairs of the same workers meet.
     """
     table: list[int] = sorted(workers)
     if len(table) > 2:
@@ -86,7 +86,7 @@ def by_turns(workers: Sequence[int], size: int, turn: int) -> list[list[int]]:
 
 
 def uniform(*key: int) -> float:
-    """Return a number in [0, 1), evenly spread over its arguments: so a policy draws without a generator, a log of its
-    events replays, and all stages draw alike where they should."""
+    """Return a number in [0, 1), evenly spread over the arguments. Thus a policy draws without a generator, a log of
+    its events replays, and all stages draw alike where they should."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)

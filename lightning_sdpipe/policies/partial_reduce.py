@@ -1,22 +1,22 @@
 """P-Reduce: the first P pipelines that are ready average their models, and go on (Miao et al., SIGMOD 2021).
 
 1. A pipeline enters one queue, the same for all stages, when every stage of it is ready (Algorithm 2). The first P
-   leave it as one group, which is the same in every stage. With a queue for each stage, two stages can each hold what
+   leave it as one group, which is the same in every stage. With a queue for each stage, two stages could each hold what
    the other waits for, for ever.
 2. With fewer than P active pipelines a group is all of them.
 3. *Constant* partial reduce (no ``decay``) weighs all members alike. *Dynamic* partial reduce weighs them by their
-   clocks: k + 1 with every ready signal, and the largest k of the group for all of its members afterwards (§3.3). See
+   clocks k, which each ready signal increases by 1 and each group sets to the largest among its members (§3.3):
    :func:`weights`.
 4. *Group-frozen avoidance* (§4): if the first P and the last T − 1 groups do not connect the active pipelines, the
-   group has the head of the queue and the first of each other component in it, and is filled up in order: ENFORCED. As
-   long as all in the queue are of one component, they are held.
+   group gets the first pipeline of each component in the queue and is filled up in order: ENFORCED. While all in the
+   queue are of one component, they are held.
 
-A pipeline of which only some stages take part is ready when these are. A pipeline whose stages are at different
-iterations, since a worker fell silent and came back, enters with the stages that are furthest behind.
+If only some stages of a pipeline take part, it is ready when these are. If its stages are at different iterations,
+because a worker fell silent and came back, it enters with the stages that are furthest behind.
 
-There is no deadlock: a worker that waits is in the queue, or waits for stages of its own pipeline that compute and wait
-for no group. The queue is held only while an active pipeline is not in it, which therefore comes or leaves. When all
-active pipelines are in it, every component is, and P or all of them go.
+There is no deadlock: a waiting worker is in the queue, or waits for stages of its own pipeline, which compute and wait
+for no group. The queue is held only while some active pipeline is not in it, and that one will come or leave. When all
+active pipelines are in it, so is every component, and P or all of them go.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from lightning_sdpipe.policies.policy import PolicyConfig, Unit, When
 from lightning_sdpipe.policies.sync_graph import SyncGraph
 
 QUEUED = "first in the queue"
-"""Reason of groups that were neither enforced, nor of all pipelines, nor due to one that left."""
+"""Reason for groups that are not enforced, not of all pipelines, and not due to one that left."""
 
 HISTORY = 4
-"""Default of T, in multiples of the fewest groups that can connect all. With these alone random groups would seldom
-connect all: 7 pairs of 8 pipelines do so once in ten times."""
+"""Default of T, in multiples of the fewest groups that can connect all pipelines. That few random groups would seldom
+do so: 7 pairs of 8 pipelines once in ten times."""
 
 
 class PartialReduce(PolicyConfig, frozen=True):
@@ -51,8 +51,7 @@ class PartialReduce(PolicyConfig, frozen=True):
     None gives equal weights, which alone keep the mean over all pipelines unchanged. ``missing`` says which member gets
     the weight of steps at which there is no member: the ``"closest"``, the ``"oldest"``, or ``"none"``.
 
-    ``history`` is T, the groups that must connect the pipelines; four times the fewest that can connect them, if it is
-    None.
+    ``history`` is T, the number of groups that must connect the pipelines; None is four times the fewest that can.
     """
 
     registered = "partial_reduce"
@@ -98,7 +97,7 @@ class PartialReduce(PolicyConfig, frozen=True):
 
     @property
     def announces(self) -> When:
-        return "late"  # the last of the first P holds up P - 1 others for its backward, whichever comes next
+        return "late"  # announced early, the last of the first P would hold up the P - 1 others for its backward
 
 
 class PartialReducePolicy(GroupPolicy):
@@ -136,8 +135,8 @@ class PartialReducePolicy(GroupPolicy):
         return self._release(Reason.WORKER_LOST)
 
     def last_group_doubted(self, worker: Worker) -> None:
-        """Connect no pipelines by that group, which is one on all stages."""
-        if all(worker.pipeline in active for active in self.participants.active):  # the first of its stages
+        """Remove that group, which is one on all stages, from the sync-graph."""
+        if all(worker.pipeline in active for active in self.participants.active):  # the first of its stages to be lost
             self._graph.forget_last(worker.pipeline)
 
     def widened(self, num_pipelines: int) -> None:
@@ -161,8 +160,7 @@ class PartialReducePolicy(GroupPolicy):
         self._clocks[pipeline] += 1
 
     def _stages_of(self, pipeline: int) -> list[int]:
-        """Return the stages on which ``pipeline``, which is in the queue, waits with the iteration that it is ready
-        with."""
+        """Return the stages on which ``pipeline`` waits with the iteration that it entered the queue with."""
         iteration = self._queue[pipeline]
         waiting = self.participants.waiting
         return [stage for stage, here in enumerate(waiting) if here.get(pipeline, math.inf) <= iteration]
@@ -226,8 +224,8 @@ def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
 
     A member with clock k has the rank k̂ = max k − k + 1. Rank r counts β(r) = (1 − α) α^(r−1) / (1 − α^K), where K is
     the largest rank: the freshest most. (Putting k̂ for k into the printed equation reverses that.) Members of one rank
-    share its β. The weights of ranks without a worker go to the closest rank that has one, the fresher of two, or to
-    the oldest member, or to ``"none"``: then each member counts α^(k̂−1), over their sum.
+    share its β. The weights of ranks without a worker go to the closest rank that has one (the fresher of two) or to
+    the oldest member; with ``"none"``, each member instead counts α^(k̂−1) over their sum.
 
     Args:
         clocks: k of every member; at least one.
@@ -245,7 +243,7 @@ def weights(clocks: Sequence[int], decay: float, missing: str) -> list[float]:
     present, log = sorted(set(ranks)), math.log(decay)
 
     def beta(first: int, last: int) -> float:
-        """Return the weight of these ranks together."""
+        """Return the total weight of ranks ``first`` to ``last``."""
         return math.exp((first - 1) * log) * math.expm1((last - first + 1) * log) / math.expm1(present[-1] * log)
 
     if missing == "closest":

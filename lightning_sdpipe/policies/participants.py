@@ -41,7 +41,7 @@ class Participants:
             raise RefusedEvent(f"worker {worker} joined twice; it must leave before it joins again")
 
     def joins(self, worker: Worker, answered: int | None = None) -> None:
-        """Add ``worker``, which takes part from now on; its iterations may start anywhere, or after ``answered``."""
+        """Let ``worker`` take part from now on; its iterations may start anywhere, or after ``answered``."""
         self.check_joins(worker)
         self.active[worker.stage].add(worker.pipeline)
         self._answered[worker.stage].pop(worker.pipeline, None)
@@ -49,7 +49,7 @@ class Participants:
             self._answered[worker.stage][worker.pipeline] = answered
 
     def check_takes_part(self, worker: Worker, what: str) -> None:
-        """Raise :class:`RefusedEvent` when ``worker``, which did ``what``, does not take part."""
+        """Raise :class:`RefusedEvent` if ``worker`` did ``what`` without taking part."""
         if not (0 <= worker.stage < self.num_stages and worker.pipeline in self.active[worker.stage]):
             self.check_exists(worker)
             raise RefusedEvent(f"worker {worker} {what} without having joined")
@@ -89,8 +89,8 @@ class Participants:
         return self._answered[stage].get(pipeline) if waiting is None else waiting
 
     def ready_with(self, pipeline: int) -> int | None:
-        """Return the iteration with which ``pipeline`` is ready: a stage waits with it, and all stages that take part
-        have reported it. None if there is no such iteration."""
+        """Return the iteration with which ``pipeline`` is ready: the lowest that one of its stages waits with, if all
+        that take part have reported as much; else None."""
         reported = [waiting[pipeline] for waiting in self.waiting if pipeline in waiting]
         if not reported:
             return None
@@ -120,8 +120,8 @@ class Participants:
         passive: Sequence[int] = (),
         standing: Sequence[int] = (),
     ) -> Group:
-        """Make a group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, some of which
-        wait on (``standing``).
+        """Make a group of the waiting ``pipelines``, which then wait no longer, and of ``passive`` ones, of which the
+        ``standing`` go on waiting.
 
         ``weights`` belong to ``pipelines`` and then ``passive``, in this order; they are equal by default.
         """

@@ -1,12 +1,12 @@
 """Decisions about whole pipelines, where the stages of one pipeline are not replicas of another's.
 
-Pipelines of unlike depths or cuts share no stages that a group could be of. So a policy that was made for one stage
-decides about pipelines, each of which is one node: ``Worker(0, i)`` stands for all workers of pipeline i. A node takes
-part when all of its workers have joined, is ready when the last of them is (as in P-Reduce), and is gone when one of
-them is. All of them are answered by its group.
+Pipelines with different depths or cuts share no stage whose workers could form a group. So a policy made for one stage
+decides about whole pipelines as its nodes: ``Worker(0, i)`` stands for all workers of pipeline i. A node takes part
+when all of its workers have joined, is ready when the last of them is (as in P-Reduce), and is gone when one of them
+is. Its group answers all of them.
 
-When a group goes out, its workers wait for no other group, so exchanges in the order of groups cannot deadlock. The one
-stage always has the token: a policy never lets workers go on because another stage waits.
+When a group goes out, its workers wait for no other group, so exchanges in the order of groups cannot deadlock. With
+one stage the token is always free: the policy never lets workers go on because another stage waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_sdpipe.policies.policy import Policy, RefusedEvent
 
 
 class PerPipeline:
-    """Passes events of pipelines with ``depths`` stages to ``policy``, which is for one stage."""
+    """Passes events of pipelines with ``depths`` stages to ``policy``, which decides for one stage."""
 
     def __init__(self, policy: Policy, depths: Sequence[int]) -> None:
         self._policy = policy

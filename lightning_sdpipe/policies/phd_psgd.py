@@ -4,29 +4,27 @@ Gradients are averaged within a group before every step, so its pipelines stay e
 their models with other groups (§3.4). On the last stage:
 
 1. A group is *ready* when all its members that take part are. Its model counts as one step newer from then on.
-2. If others wait for it, it meets them at once. Otherwise it draws a partner by the weights of ``pairing.py``, in
-   the steps that ``every`` divides, and goes on alone in the others. If the partner waits, they meet now; else the
-   group waits for the partner's next boundary. No group waits by draw for one that waits itself, so there is no ring.
-3. If some are *behind* it (``versions.py``), it waits for exactly these instead, and meets them: STALENESS.
-4. A group that meets one that still has to wait for others does not wait with it: the latter takes part as a passive
-   member, and waits on.
-5. A member that was lost, and reports a step with which the rest of its group has met others, goes on alone: they wait
-   for it in the next step, where they notice if it missed something.
-6. ``asynchronous``: the drawn partner takes part while it computes. None waits then, except by rule 3.
-7. ``within="models"``: models are averaged within a group, too, after each step, instead of gradients. Members may come
-   and go then: none is alone because of rule 5, since the next mean makes them equal. Those that an average answers
-   must be able to try it again, so it has no other members: instead of rule 4, one that meets a group that has to wait
-   for others waits with it.
+2. If others wait for it, it meets them at once. Otherwise it draws a partner by the weights of ``pairing.py``, in the
+   steps that ``every`` divides, and goes on alone in the others. If the partner waits, they meet now; else the group
+   waits for the partner's next boundary. No group waits by draw for one that waits itself, so waits form no cycle.
+3. If some groups are *behind* it (``versions.py``), it waits for exactly these instead, and meets them: STALENESS.
+4. If a group in a meeting still has to wait for others, the rest do not wait with it: it takes part as a passive member
+   and goes on waiting.
+5. A member that was lost, and reports a step with which the rest of its group has already met others, goes on alone:
+   they wait for it in the next step, where they notice if it missed something.
+6. ``asynchronous``: the drawn partner takes part while it computes. Groups then wait only by rule 3.
+7. ``within="models"``: a group, too, averages models after each step instead of gradients. Then members may come and
+   go, and rule 5 sends none on alone, since the next mean makes them equal. The members that an average answers must be
+   able to repeat it, so it has no others: instead of rule 4, a group that meets one that has to wait waits with it.
 
-A meeting gives every group the mean of the groups' models; so each member weighs 1 over the groups times its group's
-members.
+A meeting gives every group the mean of the groups' models, so each member weighs 1 / (groups × members of its group).
 
 **Several stages.** If every stage drew for itself, group A's stage 0 could wait for B's while B's stage 1 waits for
 A's, and neither pipeline would move. So the last stage decides, and the others replay what it decided
 (``following_stages.py``).
 
-Times come from a profile (``times``) or, until there is one, from what the workers report; before anything is known all
-groups count as equally fast.
+Times come from a profile (``times``) or else from the workers' reports; until all are known, groups count as equally
+fast.
 """
 
 from __future__ import annotations
@@ -55,15 +53,15 @@ MEMORY = 16
 class PHDPSGD(PolicyConfig, frozen=True):
     """PHD-PSGD: gradients are averaged within groups of pipelines, and groups average their models with one another.
 
-    ``groups`` lists the pipelines of each group. With ``"auto"`` they are consecutive ones, ``group_size`` at a time,
-    or if that is None too, those of a host; where hosts are not known, each pipeline is a group. ``groups`` may be the
-    path of a file that ``sdpipe measure --model`` wrote, ``"network.json"``: a run takes the cheapest groups from it,
-    and ``times`` if they are None. ``gamma`` is the strength of a group's preference for others of its own speed (0 for
+    ``groups`` lists the pipelines of each group. ``"auto"`` takes consecutive ones, ``group_size`` at a time, or if
+    that is None, those of a host; where hosts are not known, each pipeline is a group. ``groups`` may be the path of a
+    file that ``sdpipe measure --model`` wrote, such as ``"network.json"``: a run takes the cheapest groups from it, and
+    ``times`` if they are None. ``gamma`` is the strength of a group's preference for others of its own speed (0 for
     none). Groups meet in the steps that ``every`` divides. ``staleness`` is the number of steps of any group that a
     model may lack; None for no bound. ``asynchronous`` meetings do not wait for the partner's mini-batch. ``times`` are
-    the seconds of each pipeline's mini-batch, by a profile; None to go by those that workers report.
-    ``within="models"`` averages models instead of gradients in a group, too, and in one piece with those of groups that
-    it meets; elastic runs need that.
+    the seconds of each pipeline's mini-batch from a profile; None goes by those that workers report.
+    ``within="models"`` averages models instead of gradients within a group, together with those of the groups that it
+    meets; elastic runs need that.
     """
 
     registered = "phd_psgd"
@@ -113,7 +111,7 @@ class PHDPSGD(PolicyConfig, frozen=True):
     def capabilities(self) -> Capabilities:
         if self.within == "gradients":
             return Capabilities()
-        by_machine = self.groups == "auto" and self.group_size is None  # which newcomers' are not known
+        by_machine = self.groups == "auto" and self.group_size is None  # a newcomer's is not known
         return replace(GROUPS, data=SHARDED, unlike=None, elastic=None if by_machine else {})
 
     @property
@@ -171,9 +169,9 @@ class PHDPSGDPolicy(GroupPolicy):
         self.versions = [Versions(len(groups), config.staleness) for _ in range(num_stages)]
         self._replays = [FollowingStages(j, self.participants, self.versions[j], self._last) for j in range(self._last)]
         self._wanted: dict[int, set[int]] = {}
-        """Groups that each group which is ready and waits still has to meet."""
+        """For each ready group that waits, the groups that it still has to meet."""
         self._held: set[int] = set()
-        """Waiting groups that wait because of the bound."""
+        """Groups that wait because of the bound."""
         self._counted: set[int] = set()
         """Waiting groups whose newest step is in the plan already."""
         self._seconds: dict[int, float] = {}
@@ -230,8 +228,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return self._look_again() + self._replay()
 
     def times(self) -> list[float]:
-        """Return the seconds of a step of each group, which are those of its slowest member; all alike while some are
-        unknown."""
+        """Return the seconds per step of each group, those of its slowest member; all 1 while some are unknown."""
         profiled = self._config.times
         of = self._seconds if profiled is None else dict(enumerate(profiled))
         times = [max((of.get(pipeline, 0.0) for pipeline in group), default=0.0) for group in self._groups]
@@ -288,8 +285,7 @@ class PHDPSGDPolicy(GroupPolicy):
         return draw(others, uniform(self._config.seed, group, self.versions[self._last].steps(group)))
 
     def _settle(self, group: int) -> list[Decision]:
-        """Let the groups meet that are ready and wait for ``group``, or that it waits for, if any of them can go on
-        then."""
+        """Let ``group`` meet the ready groups that wait for it or that it waits for, if any of them can then go on."""
         if group not in self._wanted or (self._wanted[group] and not self._neighbours(group)):
             return []
         together = self._cluster(group)

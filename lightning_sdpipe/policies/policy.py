@@ -9,8 +9,8 @@ object, and a log of its events gives the same decisions again. The rules that a
 - An event that breaks a rule raises :class:`RefusedEvent` and changes nothing.
 - Time never runs backwards between two calls.
 
-:class:`~lightning_sdpipe.policies.group_policy.GroupPolicy` keeps all of this; a policy derived from it adds when a
-group goes out, and of which members.
+:class:`~lightning_sdpipe.policies.group_policy.GroupPolicy` keeps all of this; a policy derived from it decides when a
+group goes out, and with which members.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ class Policy(Protocol):
 
 
 class Refusing(msgspec.StructMeta):
-    """Refuses unknown values by the same message as the registry does for values in JSON, and lets what builds classes
-    from a configuration (LightningCLI) find the values among the arguments of ``__init__``, which msgspec has none
-    of."""
+    """Refuses unknown values with the registry's message for values in JSON, and gives classes an ``__init__`` with the
+    values as its arguments, where LightningCLI looks for them."""
 
     def __init__(cls, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -77,16 +76,16 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, meta
     """The values of a policy, as a user writes them and as they cross process borders.
 
     A subclass has a field for each value, and checks them in ``__post_init__`` (:mod:`lightning_sdpipe.errors` has
-    checks that word the errors). The class is found by its name in the registry, or by its import path. It
-    also says all else about the method that goes by the policy: names, refusals and tables are derived from that.
+    checks that word the errors). The class is found by its name in the registry, or by its import path. It also
+    describes the method that uses the policy: names, refusals and tables are derived from that.
     """
 
     registered: ClassVar[str] = ""
     """Name of a built-in policy, as users give it and as ``conf/sync`` has it."""
     forms: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
-    """Values for an example of each form of the policy that takes something else, or is carried out otherwise."""
+    """Example values for each form of the policy that differs in what it takes or in how it is carried out."""
     in_step: ClassVar[bool] = False
-    """True if each pipeline trains equally many batches, so that none can be dealt."""
+    """True if pipelines train equally many batches; advice about slow devices depends on it."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -101,7 +100,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, meta
 
     @property
     def must_hold(self) -> Mapping[str, object]:
-        """Values that a scheduler must have, too, for the workers' half to work."""
+        """Values that the scheduler's policy must have, too, for the worker's half to work."""
         return {}
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> Policy:
@@ -127,8 +126,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, meta
 
     @property
     def announces(self) -> When:
-        """Time at which a worker announces that it is ready: before its last backward (SDPipe §4) or within it, or
-        after the optimizer's step."""
+        """When a worker announces that it is ready: ``"early"``, before or within its last backward (SDPipe §4), or
+        ``"late"``, after the optimizer's step."""
         return "early"
 
 

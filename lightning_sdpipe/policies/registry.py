@@ -27,8 +27,8 @@ _TYPE = "type"
 
 
 def build(config: PolicyConfig, num_stages: int, num_pipelines: int, depths: Sequence[int] = ()) -> Policy:
-    """Make the policy of ``config`` for ``num_stages`` × ``num_pipelines`` workers, or for pipelines with ``depths``
-    stages that are cut unlike, about which it decides as a whole.
+    """Make the policy of ``config`` for ``num_stages`` × ``num_pipelines`` workers, or, with ``depths``, the stages of
+    pipelines that are cut differently, one that decides about whole pipelines.
 
     Raises:
         ConfigurationError: a number is below 1, or the result of ``make_policy`` is not a policy.
@@ -46,7 +46,7 @@ def build(config: PolicyConfig, num_stages: int, num_pipelines: int, depths: Seq
 
 
 def find(name: str) -> type[PolicyConfig]:
-    """Return the class of values of the policy of that name, or at that import path (``package.module:Class``).
+    """Return the class of the values of the policy with that name, or at that import path (``package.module:Class``).
 
     Raises:
         ConfigurationError: there is no such policy, or its module cannot be imported.
@@ -96,7 +96,7 @@ def name_of(config: PolicyConfig) -> str:
 
 
 def make(name: str, values: Mapping[str, object]) -> PolicyConfig:
-    """Make the values of the policy of that name; all of them are checked.
+    """Make and check the values of the policy called ``name``.
 
     Raises:
         ConfigurationError: there is no such policy, or a value is unknown or not allowed.

@@ -1,16 +1,16 @@
 """Rounds whose outcome all replicas take over, so that they are equal after each, though pipelines come, go and fail.
 
-An exchange that breaks off may have ended for some of its members. Each says with its next ready how many rounds its
-model contains, so nothing is asked, and nothing remembered:
+An exchange that breaks off may have ended for some of its members. Each reports with its next ready how many rounds its
+model contains, so the scheduler asks and remembers nothing:
 
-1. *Handed over.* If one that is there has a round that others lack, they get its outcome from that one, bit for bit, in
-   an ordinary group of two in which it has all of the weight. It may train on meanwhile, or have left. Then all say
-   again what they have. If it cannot (a newcomer has the rounds of its donor, but not their outcomes), another one is
-   next.
-2. *Made again.* If none of those that are left has it, all of them say that they are ready for it, and make it again.
+1. *Handed over.* If a worker that is there has a round that others lack, it gives them the outcome, bit for bit, each
+   in an ordinary group of two in which it has all of the weight. It may train on meanwhile, or have left. Then they
+   report again. If it cannot (a newcomer has the rounds of its donor, but not their outcomes), the next worker is
+   asked.
+2. *Made again.* If no remaining worker has it, all of them report that they are ready for it, and make it again.
 
-A worker that has the outcome of a round may wait for another stage of its pipeline, which lacks it, before it can be
-ready again. So heartbeats tell of outcomes, too.
+A worker that has the outcome of a round may have to wait for another stage of its pipeline, which lacks it, before it
+is ready again. So heartbeats report outcomes, too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ class RoundsOfAll(GroupPolicy):
     def __init__(self, num_stages: int, num_pipelines: int) -> None:
         super().__init__(num_stages, num_pipelines)
         self.contains: list[dict[int, int]] = [{} for _ in range(num_stages)]
-        """Number of rounds that the model of each worker contains at least, by stage and pipeline, as long as its
-        process is there."""
+        """Least number of rounds in each worker's model, by stage and pipeline, while its process is there."""
 
     def round_is_due(self, stage: int, why: Reason) -> list[Decision]:
-        """Let the round of ``stage`` go out, whose active workers all wait and have the same rounds. No stage follows
-        another: a stage that went on alone would have a different model."""
+        """Send out the round of ``stage``, whose active workers all wait and have the same rounds. Stages do not replay
+        the last one's decisions: a worker that went on alone would have a different model."""
         return [self.participants.group(stage, list(self.participants.waiting[stage]), why)]
 
     def newest(self, stage: int) -> int:
@@ -57,12 +56,12 @@ class RoundsOfAll(GroupPolicy):
         return self.advance(worker.stage, Reason.WORKER_LOST)
 
     def advance(self, stage: int, why: Reason) -> list[Decision]:
-        """Let go out what those that wait need."""
+        """Send out what the waiting workers of ``stage`` need."""
         known, newest, waiting = self.contains[stage], self.newest(stage), self.participants.waiting[stage]
         behind = [pipeline for pipeline in waiting if known.get(pipeline, newest) < newest]
         if behind:
             sources = sorted(pipeline for pipeline, rounds in known.items() if rounds == newest)
-            # By its iterations, which count the attempts, each asks all in turn, even if the scheduler starts again.
+            # Iterations count the attempts, so each worker asks all sources in turn, even if the scheduler restarts.
             of = {pipeline: sources[waiting[pipeline] % len(sources)] for pipeline in behind}
             return [
                 self.participants.group(stage, [pipeline], Reason.HANDED_OVER, weights=[0.0, 1.0], passive=[source])

@@ -7,8 +7,8 @@ Per stage (SDPipe §3.2, §3.4, Algorithm 2):
 2. The window ends early when every active worker has come: EVERYBODY_CAME. Such a group connects all.
 3. When it ends, the candidate is validated: do the groups of the last P rounds (``sync_graph.py``) connect
    all active workers once the candidate is added? If so, it goes out: WINDOW_CLOSED.
-4. If not, the stage *enforces*: it takes the token and waits, without a limit of time, until the workers that
-   came make the graph connected: ENFORCED. There is one token for all stages.
+4. If not, the stage *enforces*: it takes the token and waits, without a time limit, until the workers that have come
+   connect the graph: ENFORCED. There is one token for all stages.
 5. A stage that would enforce while another holds the token lets its candidate go: TOKEN_BUSY.
 6. Enforcement waits only for workers that can come. When one leaves, what is left is validated again:
    WORKER_LOST. The token is free as soon as its stage's group goes out or no worker there waits any more.
@@ -68,9 +68,9 @@ class SemiDecentralized(PolicyConfig, frozen=True):
     the group that it opened came out below ``min_group``, else it becomes 0.9 times as long; ``"auto"`` does not adapt
     like that, and refuses a ``min_group``.
 
-    ``connectivity`` is P, None to enforce nothing; it counts rounds of as many ready signals as the stage has active
-    workers, as the artefact does, or with ``connectivity_unit="groups"`` groups, as the paper's text says. Larger
-    groups than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
+    ``connectivity`` is P, None to enforce nothing. It counts rounds, each of as many ready signals as the stage has
+    active workers, as the artefact does; with ``connectivity_unit="groups"``, groups, as the paper's text says. Groups
+    larger than ``max_group`` are split; None is 4 beyond eight pipelines, else no limit.
     """
 
     registered = "semi_decentralized"
@@ -110,7 +110,7 @@ class SemiDecentralized(PolicyConfig, frozen=True):
         return replace(GROUPS, data=ASKED) if self.window == math.inf else GROUPS
 
     def make_policy(self, num_stages: int, num_pipelines: int) -> GroupPolicy:
-        if self.window == math.inf:  # to wait for all without a token is right only if all stages do it
+        if self.window == math.inf:  # waiting for all without a token is safe only if all stages do it
             return LocalSGDPolicy(num_stages, num_pipelines, every=1)
         return SemiDecentralizedPolicy(self, num_stages, num_pipelines)
 
@@ -176,7 +176,7 @@ class SemiDecentralizedPolicy(GroupPolicy):
         return []
 
     def last_group_doubted(self, worker: Worker) -> None:
-        """Connect no workers by that group."""
+        """Remove that group from the sync-graph."""
         stage = self._stages[worker.stage]
         if stage.graph is not None and stage.graph.forget_last(worker.pipeline) and stage.enforcing:
             self._connects(stage, self.participants.waiting[worker.stage])

@@ -9,10 +9,10 @@ together count as one. The edges of a group that broke do not count.
 Guarantee: after any sequence of calls, two active workers are in the same component if and only if a chain of active
 workers joins them in which each met the next in the last P rounds, the current one included.
 
-Algorithm: sets of workers that meetings merge. A meeting that is recorded merges the sets of its members. Once meetings
-have expired, or a worker has joined or left, or a group broke, the sets are made anew at the next question, from the
-newest meeting on until all workers are in one: O(N) steps for each round of the window, which comes to O(P) for each
-ready signal where rounds are counted in signals.
+Algorithm: disjoint sets of workers. Recording a meeting merges the sets of its members. Once meetings have expired, a
+worker has joined or left, or a group broke, the next query rebuilds the sets from the newest meeting back until all
+workers are in one: O(N) steps for each round of the window, so O(P) for each ready signal where rounds are counted in
+signals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sets:
     def __init__(self) -> None:
         self._parent: dict[int, int] = {}
         self.merged = 0
-        """Number of merges of two sets; there are as many sets fewer than nodes."""
+        """Number of nodes less the number of sets."""
 
     def root(self, node: int) -> int:
         """Return the representative of the set of ``node``."""
@@ -99,7 +99,7 @@ def rounds_since_met(meetings: Iterable[Encounter], now: int) -> dict[tuple[int,
 def spectral_radius(meetings: Iterable[Encounter], active: Collection[int]) -> float:
     """Return ρ of P-Reduce's theorem 1 for the groups among ``meetings``; the spectral gap is 1 - ρ. Needs numpy.
 
-    0 when every group is of all; 1 when nothing mixes (or nothing has happened yet).
+    0 when every group has all workers; 1 when nothing mixes (or nothing has happened yet).
     """
     groups = [(members, group.weights) for _, members, group in meetings if group is not None]
     return mixing_radius(mean_mixing_matrix(groups, sorted(active)))
@@ -120,7 +120,7 @@ class SyncGraph:
         """Workers that have joined since the last group, and the workers that they count as having met."""
         self._signals = 0
         self._sets: Sets | None = None
-        """Workers by components; None if they have to be made anew."""
+        """Workers by components; None if they must be rebuilt."""
 
     def join(self, worker: int) -> None:
         """Make ``worker`` a node, with the edges it had if it was one before.
@@ -252,8 +252,8 @@ def network_error(rho: float) -> float:
 def largest_learning_rate(lipschitz: float, num_workers: int, group_size: float, rho: float) -> float:
     """Return the γ of plain SGD up to which P-Reduce's theorem 1 holds (equation 7); 0 where nothing mixes.
 
-    It holds where ηL + 2N³η²ρ̄/P² with η = Pγ/N is at most 1. It assumes doubly stochastic mixing, so equal weights. As
-    it is printed, the second term has no L², which it would need for an L other than 1 if units should agree.
+    It holds where ηL + 2N³η²ρ̄/P² with η = Pγ/N is at most 1. It assumes doubly stochastic mixing, hence equal weights.
+    As printed, the second term lacks the L² that its units would require for an L other than 1.
 
     Args:
         lipschitz: L, the Lipschitz constant of the gradient.

@@ -12,15 +12,15 @@ instead of on how far apart two workers are. It follows that
 
 (a) n_i - V_k[i] ≤ s always, among nodes that take part without a break: i's number grows by 1 where the bound held
     before, and V never falls.
-(b) Waiting for it ends. Node i waits only for nodes that compute, because it meets those that are ready at once; when
-    all are ready, they can all meet, after which V_k[i] = n_i and no worker is behind another.
-(c) It waits no longer than until each node behind it has finished the step that it was in.
+(b) Every wait for it ends. Node i waits only for nodes that compute, because it meets those that are ready at once;
+    when all are ready, they can all meet, after which V_k[i] = n_i and no worker is behind another.
+(c) Node i waits only until each node behind it has finished its current step.
 
 V is a lower bound: the model contains at least that. A node that leaves keeps its vector, for it returns with its model
-or a newer one. A node that was lost may have another's model by then, so it gets the minimum of its own vector and
-those of the participants. When one is lost, its last meeting may have broken off, so every vector is taken to be as old
-as the bound allows, and so after a restart of the scheduler. After any of this the bound may be exceeded until the next
-boundary of the node that is ahead, where it waits.
+or a newer one. A node that was lost may return with another's model, so it gets the minimum of its own vector and those
+of the participants. Its last meeting may have broken off, so after a loss, as after a restart of the scheduler, every
+vector is taken to be as old as the bound allows. After any of this the bound may be exceeded until the next boundary of
+the node that is ahead, where it waits.
 
 The scheduler hears of every step anyway, so this costs O(nodes) per signal and no message.
 """
@@ -38,14 +38,14 @@ class Versions:
         self._active: set[int] = set()
         self._steps = [0] * size
         self._rows: list[list[int] | None] = [None] * size
-        """Rows of the nodes that were ever seen."""
+        """Rows V_k of the nodes seen so far."""
         self._arriving: dict[int, list[int]] = {}
-        """The contents of the model of a computing node when it has finished its step."""
+        """What the model of a computing node will contain when it has finished its step."""
         self._lost: set[int] = set()
         self._doubt = 0
-        """Largest age of nodes that are seen for the first time."""
+        """Age that is assumed of nodes seen for the first time."""
         self._least: list[int] | None = None
-        """Minimum of the active rows, while it is known: many nodes join one after the other."""
+        """Minimum of the active rows, while it is known: kept, since many nodes join in a row."""
 
     def joins(self, node: int) -> None:
         """Add ``node``, which takes part from now on."""
@@ -66,7 +66,7 @@ class Versions:
         self._active.add(node)
 
     def leaves(self, node: int, lost: bool = False) -> None:
-        """Remove ``node``, for which no worker waits any more; ``lost`` if it may come back with another model."""
+        """Remove ``node``, so that no worker waits for it; ``lost`` if it may come back with another model."""
         if self.bound is None:
             return
         self._least = None

@@ -1,22 +1,22 @@
 """The waiting time T of one stage, adapted to the workers' pattern (SDPipe §4, "Scheduler").
 
-**A given window** is adapted per worker. It is doubled, up to the maximum, when the group it opened came out too
-small, and multiplied by 0.9 otherwise. It is kept as a fraction of the maximum, so that T = 0 and T = ∞ stay exactly
-0 and ∞. With ``"paper"`` the maximum is 1/N of the measured iteration time (§5, "Experimental Setting"). Fractions
-start at 1: workers start together, so long windows end early ("everybody came") and cost nothing, whereas starting
-short would cut the first groups to pieces. They end at 1/64: a worker that was in full company for long gets its
-maximum back within six small groups.
+**A given window** is adapted per worker. It is doubled, up to the maximum, when the group it opened came out too small,
+and multiplied by 0.9 otherwise. It is kept as a fraction of the maximum, so that T = 0 and T = ∞ stay exactly 0 and ∞.
+With ``"paper"`` the maximum is 1/N of the measured iteration time (§5, "Experimental Setting"). Fractions start at 1:
+workers start together, so long windows end early ("everybody came") and cost nothing, whereas starting short would cut
+the first groups to pieces. They never fall below 1/64, so a worker that was in full groups for long gets its maximum
+back within six small ones.
 
-**An automatic window** ends when the last of those should have come that are expected within a quarter of its worker's
-own iteration, and is empty when none is. Looking farther ahead, fast devices would wait most of the time for slow ones,
-with which they cannot stay in step; looking less far, groups connect the stage so slowly that more is lost when
-connectivity is enforced, which waits for a whole delay of a straggler. A slow device waits longer since that costs it
-no larger part of its time, and then it meets the fast ones nearly every time: a device four times as slow may wait for
-a whole iteration of theirs. With many workers one is always about to come, so from 16 on it looks 1/√N ahead. A worker
-is expected one iteration, the stage's median, after its last group; one that is late is a straggler, which none awaits.
-Two pipelines out of step show why a mere length does not do: each waits its T in vain, both fall back by T, and they
-never meet. With the expected arrivals, the one that comes shortly before the other waits and the other does not, so
-they meet at once; if they are farther apart, the next enforced group brings them together.
+**An automatic window** ends when the last worker that is expected within a quarter of the opener's own iteration should
+have come; if none is expected, it is empty. Looking farther ahead, fast devices would spend most of the time waiting
+for slow ones, with which they cannot stay in step; looking less far, groups would connect the stage so slowly that more
+is lost in enforcing connectivity, which waits for a straggler's whole delay. A slow device waits longer, since that
+costs it no larger part of its time, and so meets the fast ones nearly every time: a device four times as slow may wait
+for one of their whole iterations. With many workers one is always about to come, so beyond 16 it looks only 1/√N ahead.
+A worker is expected one iteration, the stage's median, after its last group; a late one is a straggler, which is not
+waited for. Two pipelines out of step show why a fixed length would not do: each waits its T in vain, both fall back by
+T, and they never meet. With expected arrivals, the one that comes shortly before the other waits and the other does
+not, so they meet at once; if they are farther apart, the next enforced group brings them together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HORIZON = 0.25
 half of one, so that of two workers out of step only one waits."""
 
 SLACK = 1 / 6
-"""Largest delay of an expected worker, as a part of the horizon."""
+"""How late an expected worker may be, as a part of the horizon."""
 
 UNMEASURED = 0.05
 """Largest wait in seconds while no iteration has been measured; finite, so that no stage can wait for workers that
@@ -50,11 +50,11 @@ MEMORY = 31
 move."""
 
 OWN_MEMORY = 5
-"""Number of iteration times of each worker that are remembered; the shortest is its own, without what held it up."""
+"""Number of iteration times of each worker that are remembered; the shortest is its own, free of what held it up."""
 
 
 class AdaptiveWindow:
-    """The time that the group which a worker opens may wait for more members.
+    """How long the group that a worker opens may wait for more members.
 
     Args:
         maximum: in seconds, or "auto", or "paper".
@@ -136,6 +136,6 @@ class AdaptiveWindow:
             self._iteration_time = self._sorted[(len(self._sorted) - 1) // 2]
 
     def paused(self, worker: int) -> None:
-        """Note that ``worker`` left: the time until it returns is no iteration."""
+        """Note that ``worker`` left: the time until it returns is not an iteration."""
         self._released_at.pop(worker, None)
         self._expected.pop(worker, None)
