@@ -1,4 +1,4 @@
 """Membership of an elastic run: events and the time go in, decisions on which pipelines take part come out.
 
-The room is pure, as the policies are.
+The package is pure, as the policies are.
 """

@@ -17,7 +17,7 @@ REMEMBERED = 64
 
 
 class DecidedBarriers:
-    """Barriers of all stages, those that wait and those that are decided."""
+    """Waiting and decided barriers of all stages."""
 
     def __init__(self, num_stages: int) -> None:
         self.next_sequence = 0
@@ -25,7 +25,7 @@ class DecidedBarriers:
         """Key at which each pipeline's worker waits, and the value that it brings, for each stage."""
         self._been: list[OrderedDict[str, Met]] = [OrderedDict() for _ in range(num_stages)]
         self._replaced: list[dict[str, set[int]]] = [{} for _ in range(num_stages)]
-        """Pipelines that passed a barrier, and are gone since, by stage and key; their next start is another one."""
+        """Pipelines that have gone since they passed a barrier, by stage and key; their next start did not pass it."""
 
     def comes(self, stage: int, pipeline: int, key: str, value: bytes) -> Met | None:
         """Let a worker wait at ``key``, or return the answer if the barrier has been decided before."""
@@ -54,7 +54,7 @@ class DecidedBarriers:
                     replaced.setdefault(key, set()).add(pipeline)
 
     def begin_anew(self) -> None:
-        """Forget all decided barriers before a new start: no pipeline is left of those that passed them."""
+        """Forget all decided barriers before a new start: no pipeline that passed them is left."""
         for been, replaced in zip(self._been, self._replaced, strict=True):
             been.clear()
             replaced.clear()
@@ -87,8 +87,7 @@ class DecidedBarriers:
         return decided
 
     def contradictions(self, awaited_in: Sequence[Collection[int]]) -> dict[int, dict[int, str]]:
-        """Return, for each stage in which all awaited pipelines wait, but not at one key, their keys. They wait no
-        longer."""
+        """Return, by stage, the keys of awaited pipelines that all wait, but not at one key. They wait no longer."""
         found: dict[int, dict[int, str]] = {}
         for stage, (waiting, awaited) in enumerate(zip(self._waiting, awaited_in, strict=True)):
             if awaited and all(i in waiting for i in awaited) and len({waiting[i][0] for i in awaited}) > 1:

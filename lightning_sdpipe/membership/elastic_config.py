@@ -7,7 +7,7 @@ import msgspec
 from lightning_sdpipe.errors import check_integer, check_number, refusal
 
 MOST_PIPELINES = 1024
-"""Lowest number of a pipeline that is taken for a mistake."""
+"""Pipeline numbers from this one up are taken for mistakes."""
 
 
 class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,9 +21,9 @@ class ElasticConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recovery_grace: float = 10.0
     settle: float = 1.5
     resume: bool = False
-    """If no pipeline is left, later ones start again from the newest checkpoint; else the run is then over."""
+    """If no pipeline is left, True lets later ones start again from the newest checkpoint; else the run is over."""
     apart: float = 60.0
-    """Seconds for which a pipeline that others cannot reach is not let in again, at first."""
+    """Seconds for which a pipeline that others cannot reach is kept out at first."""
     fixed: bool = False
     """Pipelines neither come late nor go: ``min_pipelines`` begin together, and one that ends ends the run."""
     depths: tuple[int, ...] = ()

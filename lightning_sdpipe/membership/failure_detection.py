@@ -1,5 +1,5 @@
 """Failure detection: workers that have fallen silent, exchanges that are stuck, and pipelines that cannot reach each
-other. Reports and the time go in, what is lost, or to be broken off or put out, comes out."""
+other. Reports and the time go in; what is lost, or to be broken off or put out, comes out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ UNEXPLAINED = 8
 TRIED_FOR = 3.0
 """Seconds after which an epoch has shown which pipelines reach each other."""
 IN_A_ROW = 15.0
-"""Most seconds between two epochs in vain that count as consecutive."""
+"""Most seconds between two epochs in vain for them to count as consecutive."""
 LONGEST_PAUSE = 3600.0
 REMEMBERED = 256
-"""Number of last exchanges that are known to be given up."""
+"""Most recent given-up exchanges that are remembered."""
 
 
 class Silence:
@@ -43,7 +43,7 @@ class Silence:
       and a limit at least: TCP repeats what it has sent after pauses that double.
     - A last unit has no witness. It is never lost for silence: its model exists nowhere else.
     - A new start of a silent pipeline shows by itself that the old one is over.
-    - The scheduler looks four times in a limit. If it is late by such a quarter it was away itself (a machine asleep, a
+    - The scheduler looks every quarter of a limit. If it is late by as much, it was away itself (a machine asleep, a
       stopped process), and what it did not hear meanwhile counts for nothing.
 
     Where some units are members, only these are witnesses.
@@ -126,8 +126,8 @@ class Stuck:
     Two members that cannot reach each other would wait for each other, and the others of their group for them. An
     exchange is stuck when all of its members that are there have begun it, some have not left it, and none of these has
     moved a byte for a limit. Until the last one has begun, the others only wait for a slow one. One that a member has
-    given up, or will never begin, is stuck at once. That is so where an earlier scheduler died between its answers to
-    the members: one that did not hear of the group gets another one for the same ready.
+    given up, or will never begin, is stuck at once. The latter happens where an earlier scheduler died between its
+    answers to the members: one that did not hear of the group gets another for the same ready.
     """
 
     def __init__(self, limit: float) -> None:
@@ -158,8 +158,8 @@ class Stuck:
         self.due = min(self.due, now)
 
     def hear(self, worker: Worker, exchange: Exchanging | None, left: tuple[int, int], now: float) -> None:
-        """Note that ``worker`` is in ``exchange``; the exchanges of groups and barriers that it left last are numbered
-        ``left``."""
+        """Note that ``worker`` is in ``exchange``, and the numbers of the exchanges of a group and a barrier that it
+        ``left`` last."""
         self._left[worker] = left
         if exchange is None:
             self._in.pop(worker, None)
@@ -208,7 +208,7 @@ class Reach:
 
     When pipelines find no process group in common, an epoch of membership begins in which every worker tries to reach
     each other worker of its stage, and reports which it could not. Two pipelines that miss each other in several such
-    epochs in a row cannot both stay: the one goes that most others miss, and of these the youngest. If that explains
+    epochs in a row cannot both stay: the one that most others miss goes, or the youngest of several. If that explains
     nothing, the youngest goes after some more epochs. It is let in again after a pause that doubles each time, since it
     would hold up the others again.
     """
@@ -277,11 +277,11 @@ class Reach:
         self._out[pipeline] = now + pause, pause
 
     def let_in(self, now: float) -> None:
-        """Let the pipelines in whose pause is over."""
+        """Let in the pipelines whose pause is over."""
         for pipeline, (until, pause) in self._out.items():
             if until <= now:
                 self._out[pipeline] = -math.inf, pause
 
     def out_until(self, pipeline: int) -> float:
-        """Return when ``pipeline`` is let in; never in the past, once :meth:`let_in` has been called."""
+        """Return when ``pipeline`` may be let in; −∞ if it is not out, which :meth:`let_in` updates."""
         return self._out.get(pipeline, (-math.inf, 0.0))[0]

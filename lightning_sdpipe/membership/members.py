@@ -1,4 +1,4 @@
-"""Events and decisions of membership: what pipelines tell, and what is decided about them.
+"""Events and decisions of membership: what pipelines report, and what is decided about them.
 
 A *pipeline* is the unit that comes and goes. An *incarnation* is one start of its job: a number drawn by its first
 stage, the same for all stages. An *epoch of membership* is a list of members; a new one begins whenever that changes.
@@ -32,8 +32,8 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
     tries: bool = False
     """True if every worker is to say which workers of its stage it cannot reach."""
     starts: Count = 0
-    """New starts from a checkpoint before this epoch, since no member was left; a state from before one counts no
-    more."""
+    """New starts from a checkpoint before this epoch, each made when no member was left; a state from before one is
+    void."""
 
     @property
     def pipelines(self) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class Epoch(msgspec.Struct, frozen=True, omit_defaults=True, tag="epoch"):
 
 
 class Exchanging(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker averages with the workers of its stage in ``pipelines``, and its connections have ``moved`` so many
+    """A worker averages with the workers of its stage in ``pipelines``, and its connections have ``moved`` that many
     bytes."""
 
     sequence: Count
@@ -76,8 +76,8 @@ class Enrolled(_FromWorker, frozen=True, tag="enrolled"):
 
 
 class Resumed(_FromWorker, frozen=True, tag="resumed"):
-    """The process is a member, for all it knows; the newest epoch that it heard of is ``epoch``. ``met`` are barriers
-    that it heard of and that another member may not have."""
+    """The process is a member, as far as it knows; ``epoch`` is the newest that it heard of. ``met`` are barriers that
+    it heard of and that another member may not have."""
 
     fingerprint: dict[str, str]
     epoch: Epoch
@@ -92,8 +92,8 @@ class Snapshot(_FromWorker, frozen=True, tag="snapshot"):
 
 
 class Received(_FromWorker, frozen=True, omit_defaults=True, tag="received"):
-    """The worker of a newcomer has the state of ``transfer``, that after ``update`` updates; or ``missed`` says why it
-    does not."""
+    """The worker of a newcomer has the state of ``transfer`` after ``update`` updates; or ``missed`` says why it does
+    not."""
 
     transfer: str
     update: int

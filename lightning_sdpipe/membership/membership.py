@@ -10,8 +10,8 @@ fails, or departs. ``pipelines.py`` has the tables of its states, and of those o
 3. *The start.* The first pipelines begin together when ``start_pipelines`` are there, or ``gather`` seconds after the
    first if these are at least ``min_pipelines``. A pipeline that comes later is given the state of a member
    (``state_transfers.py``), and is a member when all its stages have it. If the donor goes, another member gives it. If
-   no member is left, the run is over, or a new start is made from the newest checkpoint (``resume``), also by a new
-   scheduler that is told of one before anything else.
+   no member is left, the run is over, or a new start is made from the newest checkpoint (``resume``), even by a new
+   scheduler, if it is told of one before anything else.
 4. *Enough.* With fewer than ``min_pipelines``, no pipeline begins another turn. Newcomers whose stages are all there
    count: they need a member that makes its next updates. After ``hold_limit`` seconds of waiting the run ends.
 5. *One job per number.* A second job that claims a pipeline's number waits. It is refused once the first job is heard
@@ -24,14 +24,14 @@ fails, or departs. ``pipelines.py`` has the tables of its states, and of those o
 8. *Out of reach* (``failure_detection.py``). Pipelines without a common process group make another one, and report
    which pipelines they cannot reach; if that goes on, one of them is put out.
 9. *A new scheduler* learns of the run when a member resumes, or a newcomer enrols that has heard of members: it waits
-   ``recovery_grace`` seconds for the rest of the newest epoch that any heard of. A start outside that epoch has been
-   replaced, and must end. No pipeline starts anew in its first ``settle`` seconds.
-10. *A fixed roster* (``fixed``) is one start of so many pipelines, and a process that has ended, or is silent on a
-    machine that cannot be reached, ends the run, by name; so does the scheduler's end. When all have finished, the next
-    run may begin. The first process of a run determines its kind.
+   ``recovery_grace`` seconds for the other members of the newest epoch that any heard of. A start outside that epoch
+   has been replaced, and must end. No pipeline starts anew in its first ``settle`` seconds.
+10. *A fixed roster* (``fixed``) is one start of a fixed number of pipelines. A process that has ended, or is silent on
+    a machine that cannot be reached, ends the run, which names it; so does the scheduler's end. When all have finished,
+    the next run may begin. The first process of a run determines its kind.
 
-Promises, which the tests hold against all histories: epochs' numbers grow; no incarnation is a member twice, or after
-it was gone; the leader is the oldest member; none starts fresh while there is a member; a barrier is decided once.
+Promises, which tests check on many histories: epoch numbers grow; no incarnation is a member twice, or after it was
+gone; the leader is the oldest member; none starts fresh while there is a member; a barrier is decided once.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class Membership(RunState):
         return self._goes(worker.pipeline, f"stage {worker.stage} {said}", now, left=True)
 
     def _heard(self, worker: Worker, incarnation: int) -> list[MemberDecision]:
-        """Note that a process lives whose number another job claims."""
+        """Refuse the jobs that claim the number of this process, which is alive."""
         if not self.doubts(worker, incarnation):
             return []
         lives = (

@@ -1,4 +1,4 @@
-"""The starts of pipelines that are there, and the states of each of them and of their processes: two tables.
+"""The present starts of pipelines, and two tables: the states of a start and of its processes.
 
 A start that is gone leaves a tombstone, and does not come back. A job that claims the number of a present start is its
 *rival*: it is let in when that start is gone, and refused when that start is heard of. All jobs of a run are alike.
@@ -59,7 +59,7 @@ class PipelineStart:
         """Time at which all stages were there."""
         self.fresh = False
         self.since = 0
-        """Number of the first epoch of which it was a member, at most."""
+        """Number of the epoch in which it became a member, at the latest."""
 
     def move(self, happens: str) -> None:
         """Change the state as :data:`PIPELINES` says; raise KeyError where that has no entry."""
@@ -87,7 +87,7 @@ class PipelineStart:
 
 class Roster:
     """The starts that are there, their rivals, and the tombstones of those that are gone. Each pipeline has
-    ``num_stages`` stages, unless ``depths`` gives its own number."""
+    ``num_stages`` stages, unless ``depths`` gives each its own number."""
 
     def __init__(self, num_stages: int, depths: Sequence[int] = ()) -> None:
         self.here: dict[int, PipelineStart] = {}
@@ -103,7 +103,7 @@ class Roster:
         return here is not None and here.member and here.incarnation == incarnation
 
     def was_member(self, pipeline: int, epoch: int) -> bool:
-        """Return whether the present member ``pipeline`` was one, by the same start, in the epoch of that number."""
+        """Return whether ``pipeline`` is a member and was one, by the same start, in the epoch of that number."""
         here = self.here.get(pipeline)
         return here is not None and here.member and here.since <= epoch
 
@@ -117,7 +117,7 @@ class Roster:
         return self._depths[pipeline] if self._depths else self._num_stages
 
     def absent(self, pipeline: int) -> list[int]:
-        """Return the stages of ``pipeline``, which is there, that are missing."""
+        """Return the missing stages of ``pipeline``, which is there."""
         return sorted(set(range(self.depth(pipeline))) - self.here[pipeline].processes.keys())
 
     def processes(self) -> dict[Worker, int]:
@@ -142,7 +142,7 @@ class Roster:
         return self._rivals.keys()
 
     def state(self, pipeline: int, transfers: StateTransfers, leads: bool, out: bool) -> str:
-        """Return the state of ``pipeline``, which is there, for people; ``out`` says that others cannot reach it."""
+        """Describe the state of ``pipeline``, which is there, for people; ``out`` says that others cannot reach it."""
         here, donation = self.here[pipeline], transfers.of(pipeline)
         if here.finishes:
             return "finished"
@@ -166,7 +166,8 @@ class Roster:
             here.arrived = now
 
     def returns(self, member: Member, now: float, since: int) -> None:
-        """Bring in a member since epoch ``since``, all of whose processes have come back to a restarted scheduler."""
+        """Bring back a member, all of whose processes have returned to a restarted scheduler; it was one by epoch
+        ``since``."""
         here = self.here[member.pipeline] = PipelineStart(member.incarnation)
         here.move("returns")
         for stage in range(self.depth(member.pipeline)):
@@ -195,7 +196,7 @@ class Roster:
         return True
 
     def rival_ends(self, worker: Worker, incarnation: int) -> None:
-        """Forget a process that may be a rival's, and wait no longer."""
+        """Forget a process, if it is a rival's."""
         rivals = self._rivals.get(worker.pipeline, {})
         if worker in rivals and rivals[worker].incarnation == incarnation:
             del rivals[worker]
@@ -229,7 +230,7 @@ class EntryRules:
         self._most = terms.min_pipelines if terms.fixed else MOST_PIPELINES
 
     def binds(self, event: w.Enrolled | w.Resumed, anew: bool = False) -> None:
-        """Take the process of ``event``; others must be like the first, or, with ``anew``, like this one."""
+        """Bind all jobs to the fingerprint of ``event`` if it is the first, or if ``anew``."""
         if self.expected is None or anew:
             self.expected = dict(event.fingerprint)
 

@@ -16,8 +16,8 @@ from lightning_sdpipe.policies.events import Worker
 
 class MemberRecovery:
     """Recovery of an elastic run from the first process that has heard of an ``epoch``, until all are back or ``until``
-    has come. Each pipeline has ``num_stages`` stages. Other requests are repeated until they are answered, so
-    only enrolments are kept."""
+    has come. Each pipeline has ``num_stages`` stages. Only enrolments are kept, since other requests are repeated until
+    they are answered."""
 
     def __init__(self, epoch: Epoch, until: float, num_stages: int) -> None:
         self.until = until
@@ -27,7 +27,7 @@ class MemberRecovery:
         self._stages = range(num_stages)
         self._back: dict[Member, set[int]] = {}
         self._received: dict[Member, dict[int, int]] = {}
-        """Stages of newcomers that have the state of a member; the starts before it, as they heard of them."""
+        """Stages of newcomers that have received a state, each with the :attr:`Epoch.starts` that it had heard of."""
 
     def hear(self, event: Resumed) -> None:
         """Note a process that resumes."""
@@ -40,7 +40,7 @@ class MemberRecovery:
             self.epoch = epoch
 
     def is_there(self, member: Member, stage: int) -> bool:
-        """Return whether that process has resumed, or come anew, and claims the number of none that has resumed."""
+        """Return whether that process has resumed, or has enrolled and claims the number of none that has resumed."""
         early, back = self.early.get(Worker(stage, member.pipeline)), self._back.keys()
         if early is None or early.incarnation != member.incarnation:
             return stage in self._back.get(member, ())
@@ -53,7 +53,7 @@ class MemberRecovery:
         roster.here.clear()
 
     def hear_other(self, event: MemberEvent, roster: Roster) -> list[w.MemberDecision]:
-        """Deal with an event that is no resumption."""
+        """Deal with an event other than :class:`Resumed`."""
         match event:
             case Enrolled(worker):
                 self.early[worker] = event
@@ -75,7 +75,7 @@ class MemberRecovery:
         return []
 
     def enrolments(self) -> list[Enrolled]:
-        """Return those that came meanwhile, of processes that are there; the others repeat theirs."""
+        """Return the enrolments of processes that are there; the others repeat theirs."""
         return [
             event
             for worker, event in self.early.items()
@@ -95,8 +95,8 @@ class MemberRecovery:
         return decisions + [_ends(member, "the others went on without it", roster) for member in replaced]
 
     def missing(self, member: Member) -> list[int]:
-        """Return the member's stages that have not resumed. A state that has come counts as well, since that process is
-        a member and has not heard so; unless all started again since, which it has not heard either."""
+        """Return the member's stages that have not resumed. One that has received a state counts as resumed: it became
+        a member without hearing so, unless all have started again since."""
         received = self._received.get(member, {}).items()
         came = self._back.get(member, set()) | {stage for stage, starts in received if starts == self.epoch.starts}
         return [stage for stage in self._stages if stage not in came]

@@ -51,7 +51,7 @@ class RunState:
 
     @property
     def recovering(self) -> bool:
-        """True while the members of a run that another scheduler has served are waited for."""
+        """True while the scheduler waits for the members of a run that an earlier one served."""
         return self._returning is not None
 
     @property
@@ -86,14 +86,14 @@ class RunState:
         return {pipeline: self.state(pipeline) for pipeline in sorted(self.roster.here)}
 
     def state(self, pipeline: int) -> str:
-        """Return the state of ``pipeline``, which is there, for people; as fast with many pipelines as with few."""
+        """Describe the state of ``pipeline``, which is there, for people; as fast with many pipelines as with few."""
         members = self.epoch.members
         leads = bool(members) and members[0].pipeline == pipeline
         out = bool(members) and self._reach.out_until(pipeline) > -math.inf
         return self.roster.state(pipeline, self.donations, leads, out)
 
     def missing(self) -> str:
-        """Describe what the start, or training, waits for, for people."""
+        """Return in words what the start, or training, waits for."""
         if self.ending.holds:
             return self.ending.holds
         some = sorted(islice(self.roster.here, NAMED))
@@ -103,7 +103,7 @@ class RunState:
         return f"training starts when {self.terms.to_start} pipelines are there; {', '.join(said)}"
 
     def waits_for(self, worker: Worker, incarnation: int) -> str:
-        """Describe what that process, which is no member yet, waits for, for people."""
+        """Return in words what that process, which is not a member yet, waits for."""
         if self.recovering:
             return "the scheduler was started again, and waits for the members of the run"
         if not self.is_here(worker, incarnation):
@@ -113,7 +113,7 @@ class RunState:
         return self.missing()
 
     def deadline(self) -> float:
-        """Return when a :class:`Passed` is due. It is asked for after each message, and only events of members change
+        """Return when a :class:`Passed` is due. It is asked for after each message, but only membership's events change
         it."""
         if self._due is None:
             self._due = self._next_due()
@@ -138,8 +138,8 @@ class RunState:
         return due
 
     def _make_room(self, fixed: bool, now: float) -> None:
-        """Make room for the next run after a fixed roster that has finished; an empty roster becomes of the kind that
-        comes."""
+        """Make room for the next run after a fixed roster that has finished; an empty roster takes on the kind of the
+        run that comes."""
         over = self.ending.over
         if self.terms.fixed and over is not None and not over.failed:
             for pipeline in [*self.roster.here]:
@@ -251,7 +251,7 @@ class Ending:
         return self.ends(f"all pipelines are lost ({epoch.reason}); {advice}")
 
     def are_enough(self, members: Collection[int], more: int, now: float) -> list[MemberDecision]:
-        """Decide whether ``members`` may train, with so many ``more`` that could join them."""
+        """Decide whether ``members`` may train, if ``more`` pipelines could join them."""
         count, least = len(members), self.terms.min_pipelines
         if count + more >= least or not count:  # without a member there is none to hold
             if not self.holds:

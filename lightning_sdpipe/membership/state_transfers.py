@@ -1,10 +1,10 @@
-"""State transfers: which member gives a newcomer its state, and that all of its stages give the same one.
+"""State transfers: which member gives a newcomer its state, and whether all of its stages give the same one.
 
-Stage 0 of a donor is told of the transfer, and commands before a turn that every stage copies its state there
+Stage 0 of a donor is told of the transfer, and before a turn commands every stage to copy its state there
 (:mod:`~lightning_sdpipe.membership.turn_order`). Each stage reports how many updates it had made. The first number is
-U: a stage that reports another one has copied at another place, so the transfer is void, and another donor is found.
-The newcomer is told its donor when all have copied, and reports after how many updates the received state was copied.
-That must be U.
+U: a stage that reports another has copied at another point, so the transfer is void, and another donor is found. The
+newcomer is told its donor when all have copied, and reports after how many updates the received state was copied. That
+must be U.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_sdpipe.policies.events import Worker
 
 @dataclass
 class StateTransfer:
-    """A transfer of the state of ``donor`` to ``pipeline``, with a name that is new each time."""
+    """A transfer of the state of ``donor`` to ``pipeline``, with a name of its own."""
 
     donor: int
     pipeline: int
@@ -74,7 +74,7 @@ class StateTransfers:
 
     def choose(self, pipeline: int, members: Mapping[int, int]) -> list[MemberDecision]:
         """Find a donor for ``pipeline`` among ``members`` (oldest first, with their incarnations): if there is a
-        choice, one that has not failed it, that gives to few, and no leader. The transfer is named by the donor's
+        choice, one that has not failed it, is not the leader, and gives to few. The transfer is named by the donor's
         incarnation, too: a scheduler that does not know an earlier one counts from 1 again."""
         gives = [donation.donor for donation in self._under_way.values()]
         failed, age = self._failed.get(pipeline, set()), {i: age for age, i in enumerate(members)}
@@ -148,8 +148,8 @@ class StateTransfers:
         return newcomers
 
     def unheard(self, worker: Worker) -> tuple[str, ...]:
-        """Return the transfers of which ``worker``, stage 0 of a donor, has said nothing: it may not have heard of
-        them."""
+        """Return the transfers for which ``worker``, stage 0 of a donor, has not copied its state: it may not have
+        heard of them."""
         if worker.stage:
             return ()
         mine = [donation for donation in self._under_way.values() if donation.donor == worker.pipeline]

@@ -1,5 +1,5 @@
 """Commands on which the stages of a pipeline agree before each turn. The scheduler tells only stage 0 what there is to
-do. Stage 0 says it before a turn, and the others do it before theirs, so all do it after the same update."""
+do. Stage 0 passes it on before a turn, and the others do it before theirs, so all do it after the same update."""
 
 from __future__ import annotations
 
