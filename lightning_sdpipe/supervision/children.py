@@ -1,4 +1,4 @@
-"""Processes that end with the supervisor, and everything that they have started with them."""
+"""Processes that end with the supervisor, together with everything that they have started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Children:
 
     def _tell_keeper(self, line: str) -> None:
         assert self._keeper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # another program has killed it; the kernel does the most part then
+        with contextlib.suppress(BrokenPipeError):  # another program has killed it; the kernel still kills the children
             self._keeper.stdin.write(line.encode())
 
 

@@ -1,4 +1,4 @@
-"""Output of the processes: all of it goes into a log per pipeline, and the leader's on to the user's terminal."""
+"""Output of the processes: all of it goes into a log per pipeline, and the leader's also to the user's terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_sdpipe.scheduler.log.event_log import write_whole
 
 _AT_ONCE = 1 << 12
 _LONGEST_LINE = 1 << 16
-_MOST_WAITING = 1024  # pieces of at most so many bytes
+_MOST_WAITING = 1024  # pieces of at most _AT_ONCE bytes
 _PATIENCE = 5.0  # seconds at the end in which a reader takes what is left
 
 
@@ -47,8 +47,8 @@ class Log:
 
 
 class Terminal:
-    """The user's terminal, or what takes its place. A thread prints, so no other part waits for a reader that does not
-    read. What a reader is too slow for is in the logs only.
+    """The user's terminal, or what takes its place. A thread prints, so nothing else waits for a slow reader. What the
+    reader misses is in the logs only.
 
     Make it before other files are opened: one of them could get the number of an output that was closed.
     """
@@ -121,8 +121,8 @@ class Output:
         return bool(data)
 
     def close(self) -> None:
-        """Close after what can still be read at once. Another program may hold the other end and write on, so its end
-        is not awaited."""
+        """Read what is there, and close. Another program may hold the other end and write on, so its end is not
+        awaited."""
         deadline = time.monotonic() + _PATIENCE
         while self.read() and time.monotonic() < deadline:
             pass

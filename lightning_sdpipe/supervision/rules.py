@@ -6,10 +6,11 @@ A pipeline is M processes that live and die together::
                                      └────── all end with exit code 0 ──▶ GONE
 
 - A process that fails takes its pipeline with it: the others of the pipeline get ``grace`` seconds to notice and end by
-  themselves, then they are killed. If the scheduler goes on without a pipeline, all of its processes get ``silence``.
+  themselves, then they are killed. If the scheduler goes on without a pipeline, all of its processes get ``silence``
+  seconds.
 - The pipeline restarts at once; if it fails again before it has trained, after twice as long each time, up to
   ``longest_delay``. Each restart takes one from the pipeline's budget.
-- The run ends by name when restarts are in vain: no pipeline has come to train in two starts each, fewer than
+- The run ends, and says why, when restarts are in vain: no pipeline has come to train in two starts each, fewer than
   ``min_pipelines`` are left, a script ends without having trained, or the scheduler says that the run is over, as for
   two pipelines that fail with the same exception.
 - Once a pipeline has finished, the training is over: those that still train come to its end too, and one that does not
@@ -66,8 +67,8 @@ class Settings:
 @dataclass(frozen=True)
 class ProcessEnded:
     """A process of a pipeline, or that of the scheduler (None), has ended: with ``code``, or by the signal −``code``.
-    ``last`` is the last line that it has printed; if it has failed, most often that of a traceback. Of the scheduler
-    only that is known: how it has ended, or why it does not start."""
+    ``last`` is the last line that it printed, after a failure most often that of a traceback. For the scheduler only
+    this counts: it says how it has ended, or why it does not start."""
 
     pipeline: int | None
     stage: int
@@ -156,21 +157,20 @@ class _Pipeline:
     alive)."""
     again: int = 0
     in_vain: int = 0
-    """Starts in a row after which it never trained."""
+    """Starts in a row in which it never trained."""
     life: int = -1
     """Incarnation in which it trained last, if it ever has."""
     trained: bool = False
     """True if it has trained since the last start."""
     lost_at: float | None = None
     told: bool = False
-    """True if the reason of its loss was reported."""
+    """True if the reason for its loss was reported."""
 
 
 class Rules:
     """The rules for one run of a machine's pipelines. ``on`` must be called often, with times that do not decrease."""
 
     def __init__(self, settings: Settings) -> None:
-        """Store the settings."""
         self._settings = settings
         self._pipelines = [_Pipeline(number) for number in range(settings.num_pipelines)]
         self.shown: int | None = None
@@ -254,7 +254,7 @@ class Rules:
         pipeline.in_vain = 0 if pipeline.trained else pipeline.in_vain + 1
 
     def _lost(self, pipeline: _Pipeline, now: float) -> None:
-        """Deal with a pipeline all of whose processes have ended, and not as they should."""
+        """Deal with a failed pipeline whose processes have all ended."""
         settings = self._settings
         if self.ends or self._over_since < math.inf:
             pipeline.phase = _Phase.GONE

@@ -68,7 +68,7 @@ class Supervisor:
         self._ask_at = 0.0
 
     def run(self) -> int:
-        """Run until all processes have ended; return the exit code. Whatever is raised here, no process stays.
+        """Run until all processes have ended; return the exit code. No process is left, whatever is raised here.
 
         Raises:
             SchedulerError: the scheduler does not start.
