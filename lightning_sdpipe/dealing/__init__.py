@@ -1,4 +1,4 @@
 """Dealing of batches to pipelines by speed: leases of the shards of a data set.
 
-The room is pure, as the policies are.
+The package is pure, as the policies are.
 """

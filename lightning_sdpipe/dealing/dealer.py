@@ -5,16 +5,15 @@ stretch of numbers between two sync points of a run (validation, a checkpoint, t
 start) batches are each dealt once. A segment is over when all are trained, so at a sync point all before it is done.
 
 - A pipeline's lease ``ordinal`` is decided when the first of its workers asks; the others get the same. An empty lease,
-  too, is the same for all: the stages of a pipeline must empty themselves after the same batch.
+  too, is the same for all: the stages of a pipeline must drain after the same batch.
 - A batch goes to the pipeline that is predicted to finish it first, after all that it was dealt and has not trained.
   For batches of one size that minimises the end of the last one: at steady, known speeds no pipeline waits longer than
-  one of its own batches takes. It takes from the head of its home shard; then from the tail of the one that would end
-  last.
-- Leases are half of what a pipeline is expected to train yet (guided self-scheduling, Polychronopoulos and Kuck 1987),
-  but no less than a second of work, and no more than two, or a 256th of what it is expected to train. So a pipeline
-  asks rarely, a device that slows down holds little, and a stop takes effect soon.
-- When a worker stops, nothing more is dealt: the segment is over when all is trained that was, and counts as far as
-  that goes.
+  one of its own batches takes. A pipeline takes from the head of its home shard; then from the tail of the one that
+  would end last.
+- Leases are half of what a pipeline is still expected to train (guided self-scheduling, Polychronopoulos and Kuck
+  1987), but no less than a second of work, and no more than two, or a 256th of what it is expected to train. So a
+  pipeline asks rarely, a device that slows down holds little, and a stop takes effect soon.
+- When a worker stops, nothing more is dealt: the segment is over when what was dealt is trained, and ends there.
 - There may be nothing for an ask: all is dealt, or others are faster. The worker then gets an empty lease, trains what
   it still holds, and asks again. That ask stays open until batches come back, others stall, or the segment is over.
 - The dealer of a scheduler that was restarted in mid-epoch hears first what every stage of every pipeline was dealt:
@@ -45,9 +44,9 @@ from lightning_sdpipe.policies.events import Widened, Worker
 from lightning_sdpipe.policies.policy import RefusedEvent
 
 LEAST_SECONDS, MOST_SECONDS = 1.0, 2.0
-"""Seconds of work in a lease, where there is as much: a pipeline asks about once in this time, or per batch."""
+"""Seconds of work in a lease, if there is enough: a pipeline asks about once in this time, or per batch."""
 _MOST_PART = 256
-"""What a pipeline is expected to train yet may be as many leases and not more: workers keep those of a segment."""
+"""Most leases for what a pipeline is still expected to train: workers keep those of a segment."""
 
 
 class Dealer:
@@ -64,7 +63,7 @@ class Dealer:
         self._left: list[list[range]] = [[] for _ in range(num_pipelines)]
         """Batches of each home shard that are not dealt, in order."""
         self._asking: set[int] = set()
-        """Pipelines whose last ask may be open, which are few of many."""
+        """Pipelines whose last ask may be open, usually few."""
         self._retired = 0
         """Batches that were trained by pipelines that have returned the rest."""
         self.segment: Segment | None = None
@@ -138,8 +137,8 @@ class Dealer:
         ]
 
     def behind(self) -> list[Worker]:
-        """Return the workers that have not trained yet what their pipelines were dealt, if others wait for that with
-        nothing to train meanwhile."""
+        """Return the workers that have yet to train what their pipelines were dealt, if others wait for that with
+        nothing to train."""
         return [
             Worker(stage, pipeline)
             for pipeline in (self.still_training() if any(account.waits for account in self._accounts) else ())
@@ -237,7 +236,7 @@ class Dealer:
         return decided
 
     def _open(self) -> list[int]:
-        """Return the pipelines with an open ask; those that are left when the others have been answered wait."""
+        """Return the pipelines with an open ask."""
         self._asking = {pipeline for pipeline in self._asking if self._accounts[pipeline].open}
         return sorted(self._asking)
 
@@ -256,8 +255,8 @@ class Dealer:
         return decided
 
     def _reached(self) -> int:
-        """Return the number at which a segment ends that was stopped: as far as it was trained, rounded up, and as far
-        as workers count."""
+        """Return the number at which a stopped segment ends: as far as it was trained, rounded up, and as far as
+        workers count."""
         assert self.segment is not None
         n, start = self._num_pipelines, self.segment.start
         trained = n * start + self._retired + sum(account.leased for account in self._accounts)
@@ -326,14 +325,14 @@ class Dealer:
     # -------------------------------------------------------------- prediction
 
     def _seconds(self) -> list[float]:
-        """Return the seconds per batch of each pipeline; an unknown one is as fast as the median of the others, and
-        takes no longer than :data:`START`: else its first batch would have told."""
+        """Return the seconds per batch of each pipeline; an unknown one counts as the median of the others, at most
+        :data:`START`: a longer first batch would have told."""
         known = [account.seconds for account in self._accounts if account.present and account.seconds is not None]
         typical = min(statistics.median_low(known), START) if known else START
         return [typical if account.seconds is None else account.seconds for account in self._accounts]
 
     def _quotas(self, now: float) -> dict[int, int]:
-        """Return how many of the batches that are left each pipeline would finish before any other could. At equal
+        """Return, for each pipeline, how many of the remaining batches it would finish before any other could. At equal
         times, a pipeline with batches of its own left comes first."""
         seconds = self._seconds()
         free = {

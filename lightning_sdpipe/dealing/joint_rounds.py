@@ -1,11 +1,11 @@
-"""Division of joint batches among pipelines, which may come and go: pure, and alike on all of them.
+"""Division of joint batches among pipelines, which may come and go: pure, and the same on all of them.
 
-Round r joins batch r of every home shard. Each of these has P micro-batches, so a round has N P, whichever pipelines
-are there. A *division* names pipelines and their speeds; each trains a share of a round by its speed. What a pipeline
-of it was to train in a round to which it gave nothing is *missed*, as all others see from what each gave. When the
-rounds of a segment are over, the missed micro-batches are trained in further turns, until none is left.
+Round r joins batch r of every home shard. Each of these has P micro-batches, so a round has N × P, whichever pipelines
+are there. A *division* names pipelines and their speeds; each trains a share of a round by its speed. The share of a
+pipeline that gave nothing to a round is *missed*, which all others see from what each gave. After the rounds of a
+segment, the missed micro-batches are trained in further turns, until none is left.
 
-A new division is made after a round whose members were not those of the last one, and now and then by newer speeds.
+A new division is made after a round whose members are not those of the division, and now and then by newer speeds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ PartKey = tuple[int, int, int]
 LONGEST = 32
 """Most rounds between two looks at the speeds."""
 WORTH = 0.95
-"""Part of the slowest pipeline's time, at most, that a new division among the same pipelines must take to replace the
-old one."""
+"""A new division among the same pipelines replaces the old one if it takes less than this part of its time."""
 
 _TURNS = 2
 """Number of turns after which stages know that they had different members in one."""
@@ -36,7 +35,7 @@ class JointRounds:
         shards: N.
         parts: P.
         unit: number of micro-batches that a share is a multiple of.
-        bubble: returns the micro-batches' times for which a pipeline is idle in a round.
+        bubble: returns how long a pipeline is idle in a round, in times of its micro-batch.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class JointRounds:
         self.members: tuple[int, ...] = ()
         """Pipelines in the last round."""
         self.heard: dict[int, float] = {}
-        """Seconds of a micro-batch, as each member of the last round has told."""
+        """Seconds of a micro-batch that each member of the last round has reported."""
         self.doubts = False
         """Whether stages may have had different members, so that they must agree on what is missed."""
         self.counts = False
@@ -85,8 +84,8 @@ class JointRounds:
         return self._divide(self._places(self.number), self.seconds)
 
     def ahead(self, pipeline: int) -> Iterator[list[PartKey]]:
-        """Yield what ``pipeline`` trains in the rounds after the next one by the division of the time when that
-        is asked for."""
+        """Yield what ``pipeline`` trains in each round after the next, by the division at the time when it is asked
+        for."""
         numbers = range(self.number + 1, self.stop)
         shares = (self._divide(self._places(number), self.seconds).get(pipeline) for number in numbers)
         return filter(None, shares)
@@ -142,8 +141,8 @@ class JointRounds:
         self.doubts = False
 
     def divide_by(self, seconds: Mapping[int, float]) -> None:
-        """Make a division among the pipelines in ``seconds``, unless the last one was and the gain is small. A
-        pipeline whose speed is not known, 0, counts as one of the mean speed."""
+        """Make a division among the pipelines in ``seconds``, unless the last one has the same and the gain is small.
+        An unknown time, 0, counts as the mean."""
         known = [each for each in seconds.values() if each > 0]
         usual = sum(known) / len(known) if known else 1.0
         new = {pipeline: seconds[pipeline] or usual for pipeline in sorted(seconds)}

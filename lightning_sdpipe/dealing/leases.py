@@ -12,7 +12,7 @@ import msgspec
 from lightning_sdpipe.policies.events import Count, Seconds, Widened, Worker
 
 Progress: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]
-"""Batches of an epoch, by all pipelines; not always a whole number."""
+"""Batches of an epoch, trained by all pipelines together; not always a whole number."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -102,7 +102,7 @@ class Book(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Books(msgspec.Struct, frozen=True, gc=False, tag="books"):
-    """The books of the workers of all pipelines that are there, to which another dealer has dealt."""
+    """The books of the workers of all present pipelines, to which an earlier dealer dealt."""
 
     books: tuple[tuple[Worker, Book], ...]
 

@@ -27,7 +27,7 @@ class PipelineProgress:
         self.leased = 0
         self.trained: dict[int, int] = {}
         self.loose: dict[int, int] = {}
-        """Of each stage, how many of these no other model has."""
+        """By stage, how many of its trained batches no other model has."""
         self.base = now
         """Time from which it takes its remaining batches × ``seconds`` to finish what it holds."""
         self.asked = -1
@@ -75,7 +75,7 @@ class PipelineProgress:
             self.base += 2 * late
 
     def free_at(self, now: float, seconds: float) -> float:
-        """Return when it has trained what it holds."""
+        """Return when it will have trained what it holds."""
         if self.waits:
             return now
         end = self.base + seconds * (self.leased - self.furthest)

@@ -43,8 +43,8 @@ def proportional_shares(pieces: int, workers: Mapping[Key, tuple[float, float]])
 
 
 def shares_by_speed(pieces: int, workers: Mapping[int, tuple[float, float]]) -> dict[int, int]:
-    """Divide ``pieces`` so that the last worker is done as soon as possible, with one for each at least, if there are
-    enough, lest a slow one be slow for ever.
+    """Divide ``pieces`` so that the last worker is done as soon as possible. If there are enough, each gets at least
+    one: without any, a slow worker would count as slow for ever.
 
     Args:
         pieces: number of pieces.
@@ -88,11 +88,11 @@ def divide_again(
 
     Args:
         number: number of all pieces.
-        held: pieces that each worker has finished, also of those that are gone.
+        held: pieces that each worker has finished; those of workers that are gone do not count.
         seconds: for each worker that is left, the seconds that it takes for a piece.
 
     Returns:
-        What each worker that is left is to do now: nothing, if they have all pieces.
+        Further pieces of each worker that is left: none, if they have all.
     """
     done = {piece for worker in seconds for piece in held.get(worker, ())}
     return divide([piece for piece in range(number) if piece not in done], seconds)
