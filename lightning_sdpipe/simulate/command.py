@@ -71,7 +71,7 @@ def report(run: Run, alone: Run) -> str:
 
 
 def compared(run: Run, in_step: Run) -> str:
-    """Compare epochs as a user would see them: of batches that are dealt by speed, at the rate of ``run``, and of
+    """Compare epochs as a user would see them: with batches dealt by speed, at the rate of ``run``, and with
     all-reduce, which ends with its slowest pipeline."""
     dealt = run.work.num_pipelines * run.work.iterations / run.throughput
     return (
@@ -100,7 +100,7 @@ def _slowness(options: Namespace, devices: int) -> Heterogeneity | None:
     """Return what slows the devices down.
 
     Raises:
-        ConfigurationError: factors are given that are not used, or do not fit so many devices.
+        ConfigurationError: factors are given that are not used, or do not fit the devices.
     """
     kind, factors = options.heterogeneity, options.factors
     if factors and kind not in (None, "static"):

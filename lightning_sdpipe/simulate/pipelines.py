@@ -1,14 +1,14 @@
 """Simulation of M × N workers under a virtual clock, around a real policy.
 
 Workers compute the passes of their schedule. A forward needs that of the stage before, a backward that of the stage
-after it; both take their share of the worker's own time, its delays and the speed of its device at that moment. Before
-its last backward or within it, when it needs no other worker any more, a worker is ready; it begins the next mini-batch
-once its group is known, all members have finished that backward, and the exchange is over. A passive member is waited
-for only if it is ready. Transfers between stages take no time.
+after it; both take their share of the worker's time, with its delays and the speed of its device at that moment. A
+worker is ready before its last backward or within it, once it needs no other worker, or after it (``announce``). It
+begins the next mini-batch once its group is known, all members have finished that backward, and the exchange is over. A
+passive member is waited for only if it is ready. Transfers between stages take no time.
 
-Only readies, leaves and the policy's deadlines interact, so only they go through the queue of events: between two
-groups the times of a worker's passes follow from each other. So thousands of iterations of a hundred workers take
-seconds. The same arguments give the same run, to the bit.
+Only what the policy hears goes through the queue of events: between two groups the times of a worker's passes follow
+from each other. So thousands of iterations of a hundred workers take seconds. The same arguments give the same run, to
+the bit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Work:
         exchange: gives the seconds that a group takes to average, once all its members are there.
         announce: ``"early"``, before the last backward or within it (``policies/announcing.py``), or ``"late"``, after
             the optimizer has stepped; None follows the policy's values, or else is early.
-        depths: the stages of each pipeline, where these are cut unlike: the policy decides about whole pipelines then.
+        depths: the stages of each pipeline, where these are cut differently: the policy then decides about whole
+            pipelines.
     """
 
     num_stages: int

@@ -20,8 +20,7 @@ from lightning_sdpipe.simulate.pipelines import Pipelines, Work
 
 
 def lags(entries: Iterable[tuple[float, Event, Sequence[Decision]]], stage: int, size: int) -> list[tuple[float, int]]:
-    """Return the largest number of steps of any pipeline that a model of ``stage`` does not contain, whenever it
-    changes.
+    """Return the largest number of steps of any pipeline that a model of ``stage`` lacks, with the time of each change.
 
     That is n_i - V_k[i] of ``policies/versions.py`` over the participants, with pipelines as nodes. The model of a
     group's member that neither waits nor is answered contains the average from the end of its step on.
@@ -150,7 +149,7 @@ def jittered(seconds: float, by: float, seed: int = 0) -> Callable[[Worker, int]
 
 
 def simulate(policy: Policy | PolicyConfig, work: Work) -> Run:
-    """Run ``work`` under ``policy``, which must be new, or is made from its values.
+    """Run ``work`` under ``policy``: a new one, or values to make one from.
 
     Raises:
         BrokenRule: a decision of the policy cannot be carried out.
