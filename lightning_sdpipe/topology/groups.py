@@ -35,10 +35,10 @@ class Replicas:
     pipeline: int  # this worker's
     traffic: Traffic = field(default_factory=Traffic, compare=False, repr=False)
     limit: timedelta = timedelta(0)
-    """Timeout of a message. Zero leaves that of the process group: for gloo, the time in which it was to be made. With
-    NCCL a timeout would block the host."""
+    """Timeout of a message. Zero leaves that of the process group: for gloo, the one that it was made with. With NCCL a
+    timeout would block the host."""
     connections: p2p.Connections | None = field(default=None, compare=False, repr=False)
-    """Those of ``group``, of gloo, where members may go. The limit is then that of messages that do not move."""
+    """The gloo connections of ``group``, where members may go: ``limit`` is then for messages that do not move."""
 
     @property
     def pipelines(self) -> Sequence[int]:
@@ -102,8 +102,8 @@ def prepare_world(device: torch.device) -> None:
 def keep_until_the_end(groups: Iterable[dist.ProcessGroup]) -> None:
     """Let ``groups`` live as long as this process, which is about to end after a failure; a later run closes none.
 
-    The destructor of a group of gloo waits for its collectives. One whose connection was lost amid a message ends with
-    its timeout only, and so would the process.
+    The destructor of a gloo group waits for its collectives. One whose connection was lost amid a message ends only at
+    its timeout, and so would the process.
     """
     _runs.clear()
     for group in groups:
@@ -120,7 +120,7 @@ class ProcessGroups:
     """This worker's place in the mesh and its groups: ``pipeline`` holds the stages of its pipeline, ``stage`` the
     replicas of its stage in all pipelines of this world (in an elastic run, itself).
 
-    Where pipelines are cut unlike, ``stage`` holds all last stages, where steps come to their end; another stage has no
+    Where pipelines are cut differently, ``stage`` holds all last stages, where steps end; any other stage has no
     replicas, and is alone in it. Replicas then share a section of the chain (:meth:`open_section`).
     """
 
@@ -170,8 +170,7 @@ class ProcessGroups:
         return [group for ranks, group in opened if self.rank in ranks]
 
     def replicas(self, group: dist.ProcessGroup | None = None) -> Replicas:
-        """Return the replicas of this worker's stage, over ``group``, which holds them all: that of the stage if it is
-        None."""
+        """Return the replicas of this worker's stage, over ``group``, which holds them all; None is the stage's."""
         stage, _ = self.mesh.locate(self.rank)
         return self._reached(group or self.stage, self.mesh.stage_ranks(stage))
 
@@ -193,8 +192,8 @@ class ProcessGroups:
 
     @property
     def meeting(self) -> dist.ProcessGroup:
-        """Workers that pass sync points together: the replicas of the stage, or, where pipelines are cut unlike and
-        have none, all workers."""
+        """Workers that pass sync points together: the replicas of the stage, or all workers where pipelines are cut
+        differently."""
         return self.stage if self.mesh.alike else self.world
 
     def part(self, parts: Sequence[Sequence[int]], timeout: timedelta | None) -> Replicas | None:
@@ -298,11 +297,11 @@ def device_name(local_rank: int) -> str:
 
 
 def compare_meshes(mesh: Mesh) -> None:
-    """Compare the meshes of all ranks, which must call it: those of unlike ones would open unlike groups, and wait for
-    each other.
+    """Compare the meshes of all ranks, which must call it: with different ones they would open different groups, and
+    wait for each other.
 
     Raises:
-        ConfigurationError: some differ; on all ranks.
+        ConfigurationError: some differ; raised on all ranks.
     """
     depths = str(mesh.num_stages) if mesh.alike else f"[{', '.join(map(str, mesh.depths))}]"
     said = _gathered(depths[:LONGEST_NAME], LONGEST_NAME, torch.device("cpu"), None)

@@ -16,7 +16,8 @@ class Mesh:
     ``ranks[i][j]`` is the global rank of stage ``j`` of pipeline ``i``. Rank 0 must hold a last stage: Lightning
     gives rank 0 the logger and the progress bar, and the loss exists on last stages only.
 
-    Unless the pipelines are ``alike``, each has a depth and a cut of its own, and stages of one number are no replicas.
+    Unless the pipelines are ``alike``, each has its own depth and cut, and stages with the same number are not
+    replicas.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -51,8 +52,8 @@ class Mesh:
     def of_depths(
         cls, world_size: int, depths: Sequence[int], alike: bool, counted: str = "devices × num_nodes are"
     ) -> Mesh:
-        """Build a mesh as :meth:`build`, for pipelines of these numbers of stages. ``counted`` says to people where
-        the number of workers comes from."""
+        """Build a mesh as :meth:`build` does, for pipelines of these ``depths``. ``counted`` tells people where the
+        number of workers comes from."""
         if sum(depths) != world_size:
             raise ConfigurationError(
                 f"num_stages={list(depths)} are {sum(depths)} workers, and {counted} {world_size}. "

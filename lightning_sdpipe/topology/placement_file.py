@@ -1,4 +1,4 @@
-"""Reads and writes placements, and finds what each rank runs, also where ranks are numbered otherwise.
+"""Reads and writes placements, and finds what each rank runs, even where ranks are numbered differently.
 
 Devices are identified by their host and their index on it: the rank of a device can change from run to run, since
 launchers number hosts as they come.
@@ -121,7 +121,7 @@ def placed_blocks(placement: Placement | None, of_each: bool = False) -> Sequenc
 
     Args:
         placement: that of the run; None if it has none.
-        of_each: list each pipeline's, also if all have the same.
+        of_each: list each pipeline's, even if all have the same.
 
     Raises:
         ConfigurationError: there is no placement, or it has no blocks.

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store, default_pg_timeout
 log = logging.getLogger(__name__)
 
 _ANSWERS = 5.0  # seconds within which TCPStore itself gives up, after its timeout
-_PATIENCE = 60.0  # seconds after which a rank tells whom it waits for
+_PATIENCE = 60.0  # seconds after which a rank says what it waits for
 _OF_THE_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, whose agent listens at MASTER_PORT then
 
 
@@ -63,7 +63,7 @@ def open_store(
 
 @contextmanager
 def _told(waits: str, timeout: timedelta) -> Iterator[None]:
-    """Tell people after a while what is waited for in the block."""
+    """Log what the block waits for, if it takes long."""
     said = f"{waits}, for {timeout.total_seconds():g} s at most. Has every machine been started (under SLURM, by srun)?"
     timer = threading.Timer(_PATIENCE, log.warning, [said])
     timer.daemon = True
@@ -145,7 +145,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is loopback on whichever machine it is looked up."""
+    """Return whether ``host`` is loopback on every machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
