@@ -31,7 +31,7 @@ _CHARACTERS, _BYTES = 40, 32
 
 log = logging.getLogger(__name__)
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH  # others are of clients that went
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH  # others are clients that went
 
 
 class _Pair(msgspec.Struct, frozen=True):
@@ -162,7 +162,7 @@ def host_and_port(address: str) -> tuple[str, str]:
 
 
 def check_port(address: str) -> None:
-    """Raise ConfigurationError if this ZeroMQ address has a port that there is not, of which ZeroMQ makes another."""
+    """Raise ConfigurationError if this ZeroMQ address has an impossible port, which ZeroMQ would turn into another."""
     port = host_and_port(address)[1]
     if address.startswith("tcp://") and port.lstrip("-").isdecimal() and not 0 <= int(port) <= 65535:
         raise ConfigurationError(f"{address} is not allowed; give a port from 0 to 65535")

@@ -35,12 +35,13 @@ class MemberRequest(FromWorker, frozen=True, gc=False):
 
 
 class Resumes(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker's knowledge of the elastic run in which it already takes part.
+    """What a worker knows of the elastic run in which it already takes part.
 
-    ``holds`` are the epochs whose process group it has. ``heard`` is the highest sequence of a group that it heard of,
-    -1 if of none. ``book`` holds the batches that it was dealt, if any. If it has ``joined``, for all it knows, then
-    ``answered`` is the iteration whose group it heard of last. ``about`` describes it to people, and ``contains`` is as
-    in a :class:`Beat`. For the other fields see :class:`~lightning_sdpipe.membership.members.Resumed`.
+    ``holds`` are the epochs whose process groups it holds. ``heard`` is the highest sequence of a group that it heard
+    of, -1 if of none. ``book`` has the batches that it was dealt, if any. If it has ``joined``, as far as it knows,
+    ``answered`` is the iteration of the newest group that it heard of. ``about`` describes it to people, and
+    ``contains`` is as in a :class:`Beat`. For the other fields see
+    :class:`~lightning_sdpipe.membership.members.Resumed`.
     """
 
     epoch: Epoch
@@ -70,9 +71,9 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
     last. In ``epoch`` it cannot reach the pipelines ``misses``. It has made ``update`` updates (-1: unknown).
     ``joined`` says whether it believes that it takes part in groups, ``rows`` what it did since the last beat, and
     ``dealt`` how far it is with the batches that it was dealt. ``spans`` are there when the scheduler has asked for
-    them. Its model ``contains`` the outcomes of so many rounds (-1: they are not counted). It
-    ``awaits`` what the first string says if no byte has come or gone for as long as a worker may be silent;
-    the others are addresses that acknowledge nothing. ``doing`` is for people."""
+    them. Its model ``contains`` the outcomes of that many rounds (-1: not counted). If no byte has come or gone for as
+    long as a worker may be silent, the first string of ``awaits`` says what it waits for; the others are addresses that
+    acknowledge nothing. ``doing`` is for people."""
 
     holds: tuple[Count, ...]
     epoch: Count
@@ -92,7 +93,7 @@ class Beat(MemberRequest, frozen=True, gc=False, tag="beat"):
 
 
 class TellSnapshot(MemberRequest, frozen=True, gc=False, tag="snapshot"):
-    """The worker's copy of its state; see :class:`~lightning_sdpipe.membership.members.Snapshot`."""
+    """The worker has copied its state; see :class:`~lightning_sdpipe.membership.members.Snapshot`."""
 
     transfer: str
     update: Count
@@ -147,8 +148,8 @@ class MemberReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Noted(MemberReply, frozen=True, gc=False, tag="noted"):
     """The request ``number`` was carried out; so far the worker was invited ``invitations`` times. In answer to a beat,
-    ``wants`` asks for spans: of how many updates, ended by which time of the scheduler's clock, and the clock's time
-    now."""
+    ``wants`` asks for spans: the number of updates, the time of the scheduler's clock by which they had ended, and its
+    time now."""
 
     number: int
     invitations: int = 0
@@ -190,18 +191,18 @@ class End(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 LIFE = 20
-"""Low bits of a version, which count; each scheduler draws the bits above."""
+"""Number of a version's low bits, which count up; each scheduler draws the bits above."""
 
 
 class Now(MemberReply, frozen=True, gc=False, tag="now"):
-    """The truth about the worker's process, as of ``version``. An older version, or one of an earlier scheduler, says
-    nothing; but an ``over`` holds in any version. An ``epoch`` counts by its own number; it and the ``line`` are left
+    """The truth about the worker's process, as of ``version``. An older version, or one of an earlier scheduler, is
+    ignored; but an ``over`` holds in any version. An ``epoch`` counts by its own number; it and the ``line`` are left
     out where the worker knows them.
 
     While ``hold`` gives a reason (too few pipelines), no pipeline begins a turn. A turn that has begun goes on and is
-    answered, since a worker within a turn cannot give its state to the pipelines that are to come. None: not decided
-    yet. Stage 0 still has to have the state copied for the transfers ``donate``. The exchanges of the groups ``stuck``
-    are broken off, and the worker has not left them.
+    answered, since a worker within a turn cannot give its state to newcomers. None: not decided yet. Stage 0 still has
+    to have the state copied for the transfers ``donate``. The exchanges of the groups ``stuck`` are broken off, and the
+    worker has not left them.
     """
 
     version: int
@@ -243,8 +244,8 @@ class Stored(MemberReply, frozen=True, gc=False, tag="stored"):
 
 
 class Refused(MemberReply, frozen=True, gc=False, tag="refused"):
-    """The request ``number`` changed nothing, since it cannot be carried out; 0 refuses whatever the worker waits for
-    from the others."""
+    """The request ``number`` changed nothing, since it cannot be carried out; 0 refuses all that the worker waits for
+    from others."""
 
     number: int
     reason: str
@@ -252,8 +253,8 @@ class Refused(MemberReply, frozen=True, gc=False, tag="refused"):
 
 class Stranger(MemberReply, frozen=True, gc=False, tag="stranger"):
     """The scheduler does not know the process; or it is ``known``, but not as taking part in groups (the scheduler may
-    have restarted). The process must enrol again, with what it knows. ``life`` is that of the versions of this
-    scheduler: one that has said anything of that life knows the process by then."""
+    have restarted). The process must enrol again, with what it knows. ``life`` is this scheduler's: a process that has
+    heard a :class:`Now` of that life is known to it by then."""
 
     known: bool = False
     life: int = -1

@@ -52,8 +52,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="answer
 
 
 def iteration_of(worker: Worker, answer: Answer) -> int | None:
-    """Return the iteration whose ready of ``worker``, or of another stage's worker in its pipeline, ``answer``
-    answers."""
+    """Return the iteration of the ready by ``worker``, or by another worker of its pipeline, that ``answer`` answers;
+    None if there is none."""
     answered = zip(answer.group.members, answer.iterations, strict=False)
     return next((iteration for member, iteration in answered if member.pipeline == worker.pipeline), None)
 
@@ -65,7 +65,7 @@ def invitations_of(worker: Worker, answer: Answer) -> int:
 
 
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(min_length=2)]
-"""The stages and pipelines of a run; and the stages of each pipeline, where these are cut unlike."""
+"""The stages and pipelines of a run; and the stages of each pipeline, where these are cut differently."""
 
 
 class TrainingRequest(e.FromWorker, frozen=True, gc=False):
@@ -152,7 +152,7 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="s
 class RowsReply(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="rows"):
     """Chunks from number ``first`` on, each a :class:`~lightning_sdpipe.scheduler.rows.Chunk` in msgpack. ``next`` is
     the number to ask for next, ``now`` the time of the scheduler's clock, and ``workers`` those that have described
-    themselves; ``doing`` is what those do that are there."""
+    themselves; ``doing`` is what present workers do."""
 
     now: float
     workers: tuple[tuple[Worker, About], ...]

@@ -15,7 +15,7 @@ MOST = 32
 MOST_UPDATES = 64
 """Most updates whose spans one question may ask for."""
 MOST_METRICS = 8
-"""Most metrics that a worker tells of."""
+"""Most metrics that a worker reports."""
 _LARGEST = 1 << 53
 """Most microseconds that a row may hold; above, JSON would lose digits."""
 
@@ -23,7 +23,7 @@ _LARGEST = 1 << 53
 class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The last ``count`` updates of a worker, up to ``update``.
 
-    ``us`` has the microseconds of each of :data:`~lightning_sdpipe.meter.PHASES`, and ``core`` those without a core.
+    ``us`` has the microseconds of each of :data:`~lightning_sdpipe.meter.PHASES`, ``core`` those of waiting for a core.
     ``group`` is the sequence of the group that the worker waited for, -1 if it waited for none, or for several.
     """
 
@@ -35,8 +35,8 @@ class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class NewRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of updates without a pause in between, the last of which ended ``ago`` microseconds ago; the meter
-    ``dropped`` so many others."""
+    """Rows of updates without a pause in between, the last of which ended ``ago`` microseconds ago; those of
+    ``dropped`` updates were left out."""
 
     rows: tuple[UpdateRow, ...]
     ago: int
@@ -68,7 +68,7 @@ class Spans(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The newest updates in a worker's :attr:`~lightning_sdpipe.meter.Meter.kept`, with times in whole microseconds
     before ``said``.
 
-    The scheduler ``asked`` for so many ``updates``, at a time in seconds of its clock. ``heard`` and ``said`` are when
+    The scheduler ``asked`` for that many ``updates`` at a time in seconds of its clock. ``heard`` and ``said`` are when
     the worker heard of that and when it replied, in microseconds of the worker's clock.
     """
 
@@ -91,7 +91,7 @@ class Spans(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SpanChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Spans of one session of ``worker``, its ``life``; they came ``at`` a time in seconds of the scheduler's clock."""
+    """Spans of one start of ``worker``, its ``life``, that came ``at`` a time in seconds of the scheduler's clock."""
 
     worker: Worker
     life: int
@@ -124,8 +124,8 @@ class About(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Doing(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Activity of a worker's Trainer, for people: ``what`` it does, in the epoch of that number of ``epochs`` (None: of
-    any number), the seconds that are ``left`` by its own estimate, and the newest metrics."""
+    """What a worker's Trainer does, for people: ``what``, in which ``epoch`` of ``epochs`` (None: no limit), the
+    seconds ``left`` by its own estimate, and the newest metrics."""
 
     what: Text
     epoch: Count
@@ -135,7 +135,7 @@ class Doing(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of one session of ``worker``, its ``life``; the last ended ``at`` a time in seconds of the scheduler's
+    """Rows of one start of ``worker``, its ``life``; the last ended ``at`` a time in seconds of the scheduler's
     clock."""
 
     worker: Worker

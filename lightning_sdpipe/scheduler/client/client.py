@@ -15,22 +15,22 @@ In short, for one worker (stage j of pipeline i, ``incarnation`` drawn by its pi
     client.leave()
 
     client.epoch                                           # the newest: .number, .pipelines (sorted: ranks), .leader
-    client.holds([3, 4])                                   # epochs of whose members this worker has a process group
+    client.holds([3, 4])                                   # epochs whose process groups this worker holds
     client.donations, client.held_up                       # what stage 0 goes by before a turn (turn_order)
     client.snapshot_taken(transfer, n)                     # the state after n updates is copied for that transfer
     client.meet(key, value)                                # waits for all replicas of the stage: Met
-    client.contains(rounds)                                # the outcomes of so many rounds are in the model; cheap
+    client.contains(rounds)                                # the model contains the outcomes of these rounds; cheap
     client.put(key, value)                                 # the key-value store of the run
     client.depart(finished=True); client.failed(reason); client.close()
 
 Its state and its messages are those of a :class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`, which a
-:class:`~lightning_sdpipe.scheduler.client.wire.Wire` carries. What is under "training" below belongs to one thread, the
-one that trains; every other method may be called from any thread. Every wait ends after its timeout with a
-SchedulerError that says what the scheduler was waiting for, with :class:`MustEndError` when this process was declared
-lost, or with :class:`RunOverError`.
+:class:`~lightning_sdpipe.scheduler.client.wire.Wire` carries. Methods under "training" below belong to the thread that
+trains; any thread may call the others. Every wait ends at its timeout with a SchedulerError that says what the
+scheduler was waiting for, with :class:`MustEndError` when this process was declared lost, or with
+:class:`RunOverError`.
 
 An unanswered request is repeated, so a scheduler that restarts at the same address finds the workers of an elastic run
-again by itself, and hears of the run from them. An ordinary run ends with its scheduler.
+again, and learns of the run from them. An ordinary run ends with its scheduler.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT, CONNECT_SOON = 60.0, 5.0
-"""Seconds in which a scheduler must answer for the first time, and after which a log says that it is waited for: on a
-busy machine its process needs half a minute to start."""
+"""Seconds within which a scheduler must answer for the first time, and after which the wait for it is logged: on a busy
+machine its process needs half a minute to start."""
 LAST_WORDS = 1.0
 """Most seconds that a failing process spends on reporting its failure."""
 
@@ -79,7 +79,7 @@ class SchedulerClient:
         worker: this process's worker.
         incarnation: number of this start of its pipeline's job, above 0.
         mesh: the shape of the run, which the scheduler must serve; None checks nothing.
-        timeout: seconds that a wait lasts at most, unless a method is given another.
+        timeout: longest wait in seconds, unless a method is given another.
         credentials: the worker's keys; None on loopback.
         told: functions to call when something happens.
         host: the worker whose process has started the scheduler, which ends with it; None if another program has.
@@ -108,17 +108,16 @@ class SchedulerClient:
         self.meanwhile: Callable[[], object] | None = None
         """Called often during a wait for a lease."""
         self.on_invitation: Callable[[Group, int | None], None] | None = None
-        """Called in another thread, in order, for each group that the worker is a passive member of, with the last
-        iteration that had been answered before, None if none had since the worker joined. It must be set before
-        :meth:`join`."""
+        """Called in another thread, in order, with each group that the worker is a passive member of, and the last
+        iteration that was answered before (None if none since the worker joined). Set it before :meth:`join`."""
         self.invitations_are_lost_after: float | None = None
-        """Seconds after which an invitation that was sent and has not come is not waited for any more; None if that
-        is an error. It never comes if the connection has broken, or the scheduler was killed."""
+        """Seconds after which an invitation that was sent but has not come is given up; None if that is an error. It
+        never comes if the connection has broken, or the scheduler was killed."""
         self._invited = 0
         self.named_by = -1
-        """Life of the scheduler that has named the last group that was fetched."""
+        """Life of the scheduler that named the last fetched group."""
         self._iteration: int | None = None
-        """Iteration of the ready whose group was not fetched yet."""
+        """Iteration of the ready whose group has not been fetched."""
         self._group = -1
         """Sequence of the group that was fetched since the last step, -1 for none."""
         self._leasing: tuple[Segment, int] | None = None
@@ -168,7 +167,7 @@ class SchedulerClient:
             return
 
     def close(self) -> None:
-        """End the thread and free the sockets; safe to call twice. The scheduler takes the process for ended."""
+        """End the thread and free the sockets; safe to call twice. To the scheduler, the process has then ended."""
         self.wire.close()
 
     # ------------------------------------------------------------------ membership
@@ -192,28 +191,28 @@ class SchedulerClient:
 
     @property
     def limit(self) -> float:
-        """Seconds after which a transfer that does not move is given up, as the scheduler said."""
+        """Seconds after which a transfer that does not move is given up: the scheduler's limit, at most the timeout."""
         return min(self.wire.timeout, self.wire.talk.limit)
 
     def holds(self, epochs: Collection[int]) -> None:
-        """Set the epochs whose process group this worker has."""
+        """Set the epochs whose process groups this worker holds."""
         with self.wire.talking() as talk:
             talk.holds(epochs)
 
     def exchanges(self, exchange: Exchanging | None, moved: Callable[[], int]) -> None:
-        """Set the exchange that this worker is in, if any, and what returns how much it has ``moved``; cheap."""
+        """Set the exchange that this worker is in, if any, and a function that returns the bytes it has ``moved``."""
         with self.wire.talking() as talk:
             talk.exchanges(exchange, moved)
 
     def misses(self, epoch: int, pipelines: Collection[int]) -> None:
-        """Set the pipelines whose worker of this stage cannot be reached in the epoch ``epoch``, which tries
+        """Set the pipelines whose worker of this stage cannot be reached from here in ``epoch``, which tries
         (:attr:`~lightning_sdpipe.membership.members.Epoch.tries`)."""
         with self.wire.talking() as talk:
             talk.misses(epoch, pipelines)
 
     def stalls(self, awaits: tuple[str, ...]) -> None:
-        """Set what this worker waits for in vain, as a :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat`
-        says it; nothing if it does not."""
+        """Set what this worker waits for in vain, as in a
+        :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat`; empty if nothing."""
         self.wire.talk.awaits = awaits
 
     def has_made(self, updates: int) -> None:
@@ -221,7 +220,7 @@ class SchedulerClient:
         self.wire.talk.updates = updates
 
     def does(self, doing: Callable[[], Doing | None]) -> None:
-        """Set what returns what this worker does, for people; another thread calls it."""
+        """Set the function that returns what this worker does, for people; another thread calls it."""
         self.wire.talk.doing = doing
 
     # ---------------------------------------------------------------------- states
@@ -234,8 +233,7 @@ class SchedulerClient:
 
     @property
     def offered(self) -> str:
-        """Newest transfer by which this pipeline is to get its state; earlier ones are in vain. Empty if it needs none
-        any more."""
+        """Newest transfer that is to bring this pipeline its state; earlier ones are void. Empty once it needs none."""
         with self.wire.talking() as talk:
             return talk.offered
 
@@ -255,7 +253,7 @@ class SchedulerClient:
 
     def keep(self, key: str, value: bytes) -> None:
         """Keep ``value`` under ``key`` in the key-value store of the scheduler, and of each that follows it in this
-        run: one value at most. Do not wait."""
+        run: only the last value lasts. Do not wait."""
         with self.wire.talking() as talk:
             talk.tell(e.Store, "put", (key,), value)
 
@@ -352,7 +350,7 @@ class SchedulerClient:
         self._wait_for_invitations(noted.invitations)
 
     def withdraw(self) -> Group | None:
-        """Leave, so that the last :meth:`ready` is void; return its group if that was decided before, and its members
+        """Leave, so that the last :meth:`ready` is void; return its group if it was decided before, since its members
         count on this worker."""
         self.leave()
         answer = self.wire.take(m.Ready)
@@ -381,8 +379,8 @@ class SchedulerClient:
         return self.group() if self._iteration is not None and self.wire.comes(m.Ready, 0.0) else None
 
     def group_unless_restarted(self, life: int) -> Group | None:
-        """Return the group as :meth:`group` does; or None if the scheduler of that ``life``, which was to name it, was
-        started again, and the answer has not come."""
+        """Return the group as :meth:`group` does; None if the scheduler of that ``life``, which was to name it, has
+        restarted before the answer came."""
         try:
             self.wire.comes(m.Ready, self.wire.timeout, lambda: self.wire.talk.is_over(life))
         except CancelledError:
@@ -390,8 +388,8 @@ class SchedulerClient:
         return self.group()
 
     def is_of_an_earlier_scheduler(self, group: Group) -> bool:
-        """Return whether the scheduler that named ``group`` was started again since, as some members may not have heard
-        of the group."""
+        """Return whether the scheduler has restarted since it named ``group``: some members may then not have heard of
+        it."""
         return group.sequence <= self.wire.talk.earlier
 
     def lease(self, segment: Segment, ordinal: int, seconds: float | None = None) -> Lease | None:
@@ -399,8 +397,8 @@ class SchedulerClient:
 
         After a lease that is not empty, the answer comes at once: batches, or an empty lease. An empty lease tells the
         pipeline to train whatever it holds; the answer after it comes when there are batches again, or the segment is
-        over. Returns None if that takes longer than ``seconds``. Then the lease can be asked for again, and the answer
-        to an earlier request counts.
+        over. Returns None if that takes longer than ``seconds``. Then ask for the lease again; an answer to the earlier
+        request counts.
         """
         if self._leasing != (segment, ordinal):
             self._leasing = segment, ordinal
@@ -413,8 +411,8 @@ class SchedulerClient:
             return dealt.lease
 
     def trained(self, batches: int, loose: int = 0) -> None:
-        """Note that this worker has trained so many batches of the segment, the last ``loose`` of which no other model
-        has; heartbeats report it."""
+        """Note that this worker has trained ``batches`` of the segment, and that no other model has the last ``loose``;
+        heartbeats report it."""
         with self.wire.changed:
             self.wire.talk.leases.trained(batches, loose)
 
@@ -427,7 +425,7 @@ class SchedulerClient:
             self.beat_soon()
 
     def step_ended(self, iteration: int, waited: float) -> None:
-        """Note that the step of ``iteration`` is over; ``waited`` are all seconds so far that this worker waited for
+        """Note that the step of ``iteration`` has ended; ``waited`` are all seconds so far that this worker waited for
         replicas.
 
         Heartbeats report the phases of the steps to the scheduler.

@@ -3,7 +3,7 @@ number, and no clock but the one that it is given.
 
 Its owner serialises the calls, carries out the effects, and says what time it is::
 
-    key = talk.ask(e.Meet, "pause/1", b"")           # or tell(...), of which nothing but that it was heard comes back
+    key = talk.ask(e.Meet, "pause/1", b"")           # or tell(...), to which no reply comes back
     for send in talk.due(now): ...                   # first times, repetitions, beats; again at talk.deadline
     key = talk.ask(m.Ready, iteration)               # a request of the thread that trains, over a line of its own
     for send in talk.due_in_training(now): ...
@@ -13,20 +13,20 @@ Rules:
 
 1. A request is open until it is answered, refused or forgotten, and is repeated until then. Only a reply of the kind
    that it asks for answers it, and only once.
-2. A request of the thread that trains is open, too, until another one of its kind takes its place; joining and leaving
-   take each other's. It is repeated under new numbers, since the scheduler counts each number once.
-3. A worker that begins to leave no longer takes part. Its unanswered ready is not repeated, and dropped when the
-   scheduler has noted that: until then its group may have been decided.
-4. Beats say what the process believes (the epoch, process groups, an exchange), and a ``Now`` tells it what is true. An
-   older version of either says nothing, so loss and reordering do no harm. A beat is due at once when something that
+2. A request of the thread that trains also ends when another of its kind replaces it; joining and leaving replace each
+   other. It is repeated under new numbers, since the scheduler counts each number once.
+3. A worker that begins to leave no longer takes part. Its unanswered ready is not repeated, and is dropped when the
+   scheduler has noted the leave: until then its group may have been decided.
+4. Beats say what the process believes (the epoch, process groups, an exchange), and a ``Now`` tells it what is true.
+   Older versions of either are ignored, so loss and reordering do no harm. A beat is due at once when something that
    others wait for has changed.
-5. A scheduler that does not know the process may have been restarted. It first hears what the process is, and then the
-   open requests. What was told to the scheduler before it is forgotten, but for the newest checkpoint; and a group or
-   lease by which that one had answered is worth nothing, if it is read only now: the new one was not told of it.
+5. A scheduler that does not know the process may have restarted. It first hears what the process is, and then the open
+   requests. What an earlier scheduler was told is forgotten, except the newest checkpoint and kept value; a group or
+   lease that it answered with, read only now, is void: the new one was not told of it.
 6. Each transfer counts once: a delayed message never asks again for a snapshot that was taken or dropped, nor for a
    state that this process has answered for.
-7. When the process must end, or the run is over, nothing is said any more but a departure and beats.
-8. A scheduler that answers nothing is missed. An ordinary run ends with it, in an elastic one it may be started again.
+7. When the process must end, or the run is over, it says nothing more but a departure and beats.
+8. If the scheduler stops answering, an ordinary run ends; an elastic one warns, since it may be started again.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from lightning_sdpipe.scheduler.rows import About, Doing
 FIRST_BEAT, PROBE, SOONEST = 0.25, 0.05, 0.125
 """Seconds between beats: until the scheduler sets the interval, while it seems away, and with much to tell."""
 REPEAT_AFTER, REPEAT_IN_TRAINING = 0.5, 1.0
-"""Seconds after which an unanswered request is repeated, and one of the thread that trains."""
+"""Seconds after which an unanswered request is repeated: of other threads, and of the thread that trains."""
 TRANSFERS = 64
-"""Number of last transfers that are known to be dealt with."""
+"""Most recent transfers that are remembered as dealt with."""
 MET, INVITED = 8, 64
-"""Number of last barriers that a restarted scheduler is told, and of last invitations that count once if repeated."""
+"""Most recent barriers that a restarted scheduler is told of, and invitations whose repetitions are ignored."""
 LAST_BEAT = 12
-"""Beats without an answer after which an ordinary run ends, and the scheduler's silence is reported in an elastic one,
-if it has closed the lifeline; else once it has also been silent for as long as a worker may be."""
+"""Unanswered beats after which an ordinary run ends, and an elastic one reports the scheduler's silence. Unless the
+lifeline is closed, the scheduler must also have been silent for as long as a worker may be."""
 
 Kind: TypeAlias = type[m.Request] | type[e.Request]
 Key: TypeAlias = tuple[str, str | int] | Kind
-"""Name of a request: its kind, where the thread that trains asks."""
+"""Name of a request; one of the thread that trains is named by its kind."""
 
 
 @dataclass(frozen=True)
 class Replied:
-    """The reply to the request ``key`` came, which may be its refusal."""
+    """The reply to the request ``key`` has come; it may be a refusal."""
 
     key: Key
     reply: m.Reply | e.Reply
@@ -97,7 +97,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class Warned:
-    """People are to be told ``text``."""
+    """``text`` is to be logged as a warning."""
 
     text: str
 
@@ -116,12 +116,12 @@ _ANSWERS: dict[Kind, tuple[type[m.Reply] | type[e.Reply], ...]] = {
 }
 """Replies that answer each kind of request; a ``Noted`` answers any other kind."""
 _DECIDED_LATER = e.Enrol | e.TellReceived | e.Meet
-"""Requests that wait for others."""
+"""Requests whose answers wait for other workers."""
 
 
 class _Open:
-    """A request that was not answered yet: ``request`` is what was last said, ``numbers`` are all under which it was,
-    ``fields`` those that its owner gave it, and ``at`` is the time at which it is due again."""
+    """An unanswered request: ``request`` is its last message, ``numbers`` are those of all its messages, ``fields`` are
+    as its owner gave them, and ``at`` is the time at which it is due again."""
 
     __slots__ = ("at", "fields", "numbers", "request", "told", "waits_for")
 
@@ -151,17 +151,17 @@ class Conversation:
     ) -> None:
         self.worker, self.incarnation, self._mesh, self._host = worker, incarnation, mesh, host
         self.joined = False
-        """True if the worker takes part in groups, for all it knows."""
+        """True if the worker takes part in groups, as far as it knows."""
         self.about: About | None = None
         """Description of this worker for people, sent when it joins."""
         self.leases, self.rows, self.spans = HeardLeases(clock), RowBuffer(), SpanReport()
         self._heard = self._life = self.earlier = -1
-        """Highest sequence of a group that was heard of; life of the scheduler whose answers count, once this process
-        has introduced itself to one; and highest sequence that earlier schedulers may have given to a group."""
+        """Highest sequence of a group heard of; life of the scheduler whose answers count, once this process has
+        introduced itself to a restarted one; and highest sequence that earlier schedulers may have given to a group."""
         self._answered: int | None = None
-        """Iteration whose group was heard of last, since the worker joined."""
+        """Iteration of the newest group heard of since the worker joined."""
         self._unanswered, self._unanswered_since = 0.0, 0.0
-        """Beats in a row without an answer, −∞ once their silence was reported; and when the first one was sent."""
+        """Beats in a row without an answer (−∞ once that was reported), and when the first one was sent."""
         self._invitations: deque[m.Invitation] = deque(maxlen=INVITED)
         self.epoch = Epoch(0, (), "no pipeline has come yet")
         """Newest epoch that this process heard of."""
@@ -183,20 +183,20 @@ class Conversation:
         self._now = e.Now(0)
         """Newest :class:`Now` that was heard."""
         self._earlier: deque[int] = deque(maxlen=MET)
-        """Schedulers before this one, by the upper bits of their versions; their messages say nothing any more."""
+        """Lives of earlier schedulers, whose messages are ignored."""
         self._open: dict[Key, _Open] = {}
-        self._stranger: e.Stranger | None = None  # what the scheduler lacks is said before all else, as it is then
+        self._stranger: e.Stranger | None = None  # what it lacks is sent before all else, as it is by then
         self._enrolment: e.Enrol | None = None
         self._fixed = False  # whether it has enrolled in an ordinary run, and has not finished it
         self.held: tuple[int, ...] = ()
-        """Epochs whose process group this worker has."""
+        """Epochs whose process groups this worker holds."""
         self._exchange: Exchanging | None = None
         self._moved: Callable[[], int] = lambda: 0
         self._misses: tuple[int, tuple[int, ...]] = (0, ())
         """Number of an epoch, and the pipelines that cannot be reached in it."""
         self._met: deque[Met] = deque(maxlen=MET)
         self._dealt_with: deque[str] = deque(maxlen=TRANSFERS)
-        self._lasting: dict[Key, tuple[Kind, tuple[object, ...]]] = {}  # what each scheduler of the run is told
+        self._lasting: dict[Key, tuple[Kind, tuple[object, ...]]] = {}  # told to each scheduler of the run
         self._beaten = self._beat_at = -math.inf
         self.away = False
         """True if a lifeline existed and is gone."""
@@ -204,9 +204,8 @@ class Conversation:
     # ------------------------------------------------------------------ what it says
 
     def ask(self, kind: Kind, *fields: Any) -> Key:
-        """Ask from the next :meth:`due` or :meth:`due_in_training` on, until ``Replied`` names the key, or
-        :meth:`forget`.
-        """
+        """Ask from the next :meth:`due` or :meth:`due_in_training` on, until ``Replied`` or :meth:`forget` names the
+        key."""
         if kind is m.Join:
             self._open.pop(m.Leave, None)
         elif kind is m.Leave:
@@ -226,17 +225,17 @@ class Conversation:
         return "" if request is None else request.waits_for
 
     def holds(self, epochs: Collection[int]) -> None:
-        """Set the epochs whose process group this worker has."""
+        """Set the epochs whose process groups this worker holds."""
         self.held = tuple(sorted(epochs))
         self._beat_at = -math.inf
 
     def misses(self, epoch: int, pipelines: Collection[int]) -> None:
-        """Set the pipelines whose worker of this stage cannot be reached in the epoch ``epoch``, which tries."""
+        """Set the pipelines whose worker of this stage cannot be reached from here in ``epoch``, which tries."""
         self._misses = epoch, tuple(sorted(pipelines))
         self._beat_at = -math.inf
 
     def exchanges(self, exchange: Exchanging | None, moved: Callable[[], int] = lambda: 0) -> None:
-        """Set the exchange that this worker is in, if any, and what returns how much it has ``moved``."""
+        """Set the exchange that this worker is in, if any, and a function that returns the bytes it has ``moved``."""
         before, self._exchange, self._moved = self._exchange, exchange, moved
         if before is not None and (exchange is None or exchange.sequence != before.sequence):
             last, (groups, barriers) = before.sequence, self._left
@@ -253,7 +252,7 @@ class Conversation:
         self._beat_at = min(self._beat_at, self._beaten + SOONEST)
 
     def is_over(self, life: int) -> bool:
-        """Return whether the scheduler of that ``life`` was one before this one."""
+        """Return whether the scheduler of that ``life`` was an earlier one."""
         return life in self._earlier
 
     @property
@@ -299,7 +298,7 @@ class Conversation:
         return said
 
     def given_up(self) -> list[Effect]:
-        """Return what follows from the silence after beats; to be called after :meth:`due`."""
+        """Return what follows from unanswered beats; call it after :meth:`due`."""
         if self._line is None:
             return []
         silent = self._beaten - self._unanswered_since
@@ -325,7 +324,7 @@ class Conversation:
     # ----------------------------------------------------------------- what it hears
 
     def hear(self, reply: m.Reply | e.Reply) -> list[Effect]:
-        """Return what follows from ``reply``; nothing follows from one that is repeated, or was overtaken."""
+        """Return what follows from ``reply``; nothing if it is repeated or was overtaken."""
         self._unanswered = 0
         match reply:
             case e.Noted(wants=(updates, until, asked)):
@@ -354,7 +353,7 @@ class Conversation:
                 self._invitations.append(reply)
                 return [reply]
             case e.Stranger(life=life):
-                # It has let this process in since, or another one has followed it.
+                # That scheduler has let this process in since, or another one has followed it.
                 overtaken = life in (self._now.version >> e.LIFE, *self._earlier)
                 if self._fixed and self._member and not (reply.known or overtaken):
                     return self._lost_scheduler("it was started again, and knows nothing of this run")
@@ -405,7 +404,7 @@ class Conversation:
         return key
 
     def _replied(self, reply: m.Reply | e.Reply) -> list[Effect]:
-        """Take ``reply`` for that to the open requests that it answers or refuses, and believe it."""
+        """Close the open requests that ``reply`` answers or refuses, and believe it."""
         found = list[Effect]()
         for key in [key for key, of in self._open.items() if self._is_answered(of, reply)]:
             of = self._open.pop(key, None)

@@ -1,5 +1,5 @@
-"""What a worker has to report to the scheduler: rows, spans, how far it is with the leases that its pipeline was dealt
-and, for a restarted scheduler, these leases."""
+"""What a worker reports to the scheduler: rows, spans, its progress with its pipeline's leases and, to a restarted
+scheduler, these leases."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _LONGEST_AGO = 1e6
 RECENT = 32
 """Batches whose mean length is reported."""
 MOST_VAIN = 32
-"""Segments in a row after which a pipeline that was dealt nothing is tried again, at the latest."""
+"""Most segments in a row after which a pipeline that was dealt nothing is tried again."""
 
 
 class HeardLeases:
-    """The leases of the segment that is trained now, and how far the worker is.
+    """The leases of the current segment, and the worker's progress in it.
 
-    The first batch of a segment takes longer than others: with it a loader starts, and the very first one may compile.
-    It counts only for later segments, if no other batch was timed: the others take no longer than it does, and if their
-    speed is unknown, up to :data:`START` less. A stall may be over, but a pipeline that is dealt nothing is never timed
-    again: after 1, 2, 4 … segments without a batch its speed is unknown again, until it gets batches by its speed.
+    The first batch of a segment takes longer than others: it starts a loader, and the very first one may compile. It
+    counts only for later segments, if no other batch was timed and no higher speed is known: as its time less up to
+    :data:`START`. A pipeline that is dealt nothing is never timed again, though its stall may be over: after 1, 2, 4 …
+    segments without a batch its speed is unknown again, until it gets batches by its speed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +47,7 @@ class HeardLeases:
         self._lengths: deque[float] = deque(maxlen=RECENT)
 
     def begin(self, segment: Segment) -> None:
-        """Start ``segment``, unless it is trained already."""
+        """Start ``segment``, unless it is the current one."""
         if segment != self._segment:
             self._look_back()
             self._first, self._timed = None, False
@@ -64,7 +64,7 @@ class HeardLeases:
         self._leases[lease.ordinal] = lease
 
     def trained(self, batches: int, loose: int = 0) -> None:
-        """Note that so many batches of the segment are trained, and that no other model has the last ``loose``."""
+        """Note that ``batches`` of the segment are trained, and that no other model has the last ``loose``."""
         now = self._clock()
         if batches > self._trained:
             length = (now - self._ended_at) / (batches - self._trained)
@@ -108,8 +108,8 @@ class HeardLeases:
 
 class RowBuffer:
     """A worker's rows that no heartbeat has taken yet, :data:`~lightning_sdpipe.scheduler.rows.MOST` at most. Where
-    updates come faster than heartbeats may carry them, neighbouring rows are merged into one with the number of its
-    updates, so that sums stay exact.
+    updates come faster than heartbeats may carry them, neighbouring rows are merged into one that counts its updates,
+    so that sums stay exact.
 
     Args:
         clock: returns nanoseconds, as the meter's does.
@@ -172,8 +172,8 @@ class SpanReport:
         self._wanted: tuple[int, int, float, int] | None = None
 
     def want(self, updates: int, until: float, asked: float) -> None:
-        """Note the scheduler's request for the spans of so many updates that had ended at ``until``, when its clock
-        shows ``asked`` (both in seconds)."""
+        """Note the scheduler's request, made when its clock showed ``asked``, for the spans of the last ``updates``
+        that had ended at ``until`` (both in seconds)."""
         heard = self._clock()
         self._wanted = updates, heard - round(1e9 * min(_LONGEST_AGO, max(0.0, asked - until))), asked, heard // 1000
 

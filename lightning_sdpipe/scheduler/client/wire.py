@@ -1,10 +1,10 @@
 """What carries a worker's conversation with the scheduler: two connections, a thread with a clock, and a lifeline.
 
-ZeroMQ connects in the background and for ever: a wrong address, a wrong key and a scheduler that is about to start look
-alike, namely like silence. Its monitor of a socket knows more: whether anything listens, and how a handshake failed.
+ZeroMQ connects in the background and for ever: a wrong address, a wrong key and a scheduler that is about to start all
+look like silence. Its monitor of a socket knows more: whether anything listens, and how a handshake failed.
 
-One connection belongs to the thread here, which sends heartbeats and whatever any thread asks. The other one belongs to
-the thread that trains, since its requests through another thread arrived late.
+One connection belongs to the thread here, which sends heartbeats and the requests of any thread. The other belongs to
+the thread that trains, whose requests arrived late through another thread.
 
 A lifeline is a connection that does nothing but close when the process ends. A forked child would keep it open: data
 loaders fork, and outlive a parent that is killed. So children close their copy before anything else.
@@ -211,7 +211,7 @@ class Connection:
 
 def _greets(address: str) -> bool:
     """Return whether the program at ``address`` speaks first, as ZeroMQ does. A proxy that cannot reach its target
-    closes the connection instead; there is none but over TCP."""
+    closes the connection instead; only TCP has proxies."""
     if not address.startswith("tcp://"):
         return True
     host, port = host_and_port(address)
@@ -318,8 +318,8 @@ class Wire:
     ) -> None:
         self.talk, self.told, self.timeout = talk, told, timeout
         self.on_invitation: Callable[[Group, int | None], None] = _nothing
-        """Called in the thread, too, for a group that the worker is a passive member of, with the last iteration that
-        had been answered before, None if none had since the worker joined."""
+        """Called in the thread, too, with each group that the worker is a passive member of, and the last iteration
+        that was answered before (None if none since the worker joined)."""
         self.changed = threading.Condition()
         """Guards the conversation and the replies; notified of every reply."""
         self._address = address
@@ -390,7 +390,7 @@ class Wire:
         cancelled: Callable[[], bool] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> Any:
-        """Return the reply to the request ``key``, and name ``what`` is waited for if none comes; see :meth:`comes`.
+        """Return the reply to the request ``key``; the error names ``what`` if none comes. See :meth:`comes`.
 
         Raises:
             WorkerFailedError: as :meth:`check`.
@@ -431,7 +431,7 @@ class Wire:
         return self._replies.get(key) is not None
 
     def take(self, key: c.Key) -> m.Reply | e.Reply | None:
-        """Return the reply to the request ``key``, if it has come, which is not waited for any more."""
+        """Return the reply to the request ``key``, if it has come, and no longer wait for it."""
         with self.changed:
             return self._replies.pop(key, None)
 
@@ -455,7 +455,7 @@ class Wire:
         self._context.term()
 
     def _listen(self, key: c.Key, seconds: float) -> None:
-        """Wait for a reply, perhaps that to the request ``key``, for at most so many ``seconds``."""
+        """Wait at most ``seconds`` for a reply, perhaps that to the request ``key``."""
         if isinstance(key, tuple):
             with self.changed:
                 if self._replies.get(key) is None:
@@ -600,7 +600,7 @@ def ask_status(address: str, *, credentials: WorkerKeys | None = None, timeout: 
 def ask(
     question: m.Ask, answer: type[_Answer], address: str, *, credentials: WorkerKeys | None = None, timeout: float = 5.0
 ) -> _Answer:
-    """Return the scheduler's answer to a program that is no worker.
+    """Return the scheduler's answer to a program other than a worker.
 
     Raises:
         SchedulerError: no answer comes in time, or the program that answers is no scheduler of this version.

@@ -4,8 +4,8 @@ A file begins with a line about the scheduler, its policy included; then comes a
 that followed from it. Times are those that the policy was given, so that a replay leads to the same decisions. A
 restarted scheduler goes on in the same file, with a first line of its own.
 
-A file that reaches half of the log's limit gets ``.1`` behind its name, in place of the one before, and the log goes on
-in a new file. Its first line says how many events of this scheduler are in earlier files.
+A file that reaches half of the log's limit gets ``.1`` appended to its name, replacing the one before, and the log goes
+on in a new file. Its first line says how many events of this scheduler are in earlier files.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Updates(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Does(msgspec.Struct, frozen=True):
-    """A line with what a ``worker`` does from a time ``at`` on."""
+    """A line that says what ``worker`` does from the time ``at`` on."""
 
     doing: Doing
     worker: Worker
@@ -197,12 +197,11 @@ class Record(msgspec.Struct):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Stages of each pipeline, where pipelines are cut unlike and groups are of whole pipelines; else empty."""
+        """Stages of each pipeline, where these are cut differently and groups are of whole pipelines; else empty."""
         return () if self.beginning.elastic is None else self.beginning.elastic.depths
 
     def differences(self) -> Iterator[Difference]:
-        """Replay the entries to a scheduler's parts as they were in the beginning; yield each entry for which they
-        decide otherwise."""
+        """Replay the entries to new parts of a scheduler; yield each entry for which they decide otherwise."""
         beginning = self.beginning
         config, mesh = registry.from_plain(beginning.policy), (beginning.num_stages, beginning.num_pipelines)
         policy = registry.build(config, *mesh, self.depths)
@@ -238,7 +237,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def read_log(path: Path) -> list[Record]:
-    """The records of a log, one for each start of a scheduler; a last line that is cut off is left out.
+    """Return the records of a log, one for each start of a scheduler; a last line that is cut off is left out.
 
     Raises:
         ConfigurationError: the file cannot be read, or is no log.

@@ -22,8 +22,7 @@ RATE_SECONDS = 10
 """Signals per second are counted over this many whole seconds."""
 
 GROUPS_COST = 60_000
-"""Most that the groups of a status may cost, over all stages: each costs its members and 4 more. The newest are
-sent."""
+"""Largest total cost of a status's groups, each of which costs its members and 4 more. The newest are sent."""
 
 
 STATES = {name[0]: name for name in ("computing", "waiting", "away", "lost", "-")}
@@ -80,7 +79,7 @@ class StageStatus(msgspec.Struct, frozen=True):
         return sync_graph.rounds_since_connected(self._meetings(), self.active(), self.round)
 
     def rounds_since_met(self) -> dict[tuple[int, int], int]:
-        """Return for each pair of pipelines that met in the rounds that are sent how many rounds ago that was."""
+        """Return, for each pair of pipelines that met in the rounds that are sent, how many rounds ago it last did."""
         return sync_graph.rounds_since_met(self._meetings(), self.round)
 
     def rho(self) -> float:
@@ -137,7 +136,7 @@ class MembersStatus(msgspec.Struct, frozen=True):
     ever: list[int]
     """Pipelines that were members at any time, as far as this scheduler knows."""
     gone: list[tuple[int, int]]
-    """Pipelines and incarnations of them that must not come back; the last ones."""
+    """Most recent starts that must not come back, by pipeline and incarnation."""
     over: str | None
     """Reason why the run has failed, if it has."""
     update: int | None = None
@@ -266,7 +265,7 @@ class Overview:
                     self._views[stage][worker.pipeline].last_group = group
 
     def widen(self, num_pipelines: int) -> None:
-        """Make room for so many pipelines."""
+        """Make room for ``num_pipelines`` pipelines."""
         for views in self._views:
             views += [_WorkerView() for _ in range(num_pipelines - len(views))]
 

@@ -17,7 +17,7 @@ PAIRS_IN_JSON_UP_TO = 64
 
 
 def to_plain(status: Status) -> dict[str, object]:
-    """The status as plain values, for JSON, with what follows from it."""
+    """Return the status as plain values for JSON, with what follows from it."""
     plain: dict[str, object] = msgspec.to_builtins(status, str_keys=True)
     plain["policy"] = json.loads(status.policy)
     plain["workers"] = msgspec.to_builtins(status.workers())

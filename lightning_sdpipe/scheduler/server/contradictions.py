@@ -73,8 +73,8 @@ def _started(mesh: m.Shape) -> str:
 
 
 def contradiction(request: m.Request | e.Request, extent: Extent, most_pipelines: int) -> str | None:
-    """Return why ``request`` cannot be meant in a run of that ``extent`` and at most that many pipelines; None if it
-    can."""
+    """Return why no client of a run of that ``extent``, with at most ``most_pipelines``, would send ``request``; None
+    if one would."""
     worker = request.worker
     exists = worker.pipeline < most_pipelines and worker.stage < (
         extent.depths[worker.pipeline] if extent.depths else extent.num_stages

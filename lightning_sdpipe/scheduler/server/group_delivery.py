@@ -1,11 +1,11 @@
 """Delivers groups and barrier results in elastic runs, with the process group that their members share.
 
 A group or barrier result whose members share no process group yet is kept until they do. After some seconds the epoch
-is announced anew, so that all make one. A kept group that loses a member goes to the members that are left.
+is announced anew, so that all make one. A kept group that loses a member goes to the others.
 
-A group that breaks off is no group any more. Where all are to have its outcome, that is a matter of the next groups
-(:mod:`~lightning_sdpipe.policies.rounds_of_all`); here a member that says that it lacks an outcome ends the exchange of
-the others, which might wait for it for ever.
+A group that breaks off is void. Where all must have its outcome, later groups see to that
+(:mod:`~lightning_sdpipe.policies.rounds_of_all`); here a member that reports a missing outcome ends the exchange of the
+others, which might otherwise wait for it for ever.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GroupDelivery:
         groups: answers readies.
         process_groups: the process groups of each worker, and the groups that wait for one.
         incarnations: those of the processes that are there.
-        unreachable: called outside of answers when workers share no process group, or (False) an exchange broke off.
+        unreachable: called when workers have waited for a process group (True), or an exchange broke off (False).
         levels: tells workers that an exchange of theirs is stuck.
         outbox: takes the other answers.
         limit: seconds in which an exchange must move.
@@ -97,8 +97,8 @@ class GroupDelivery:
             self._stuck_in.pop(beat.worker, None)
 
     def remake(self, now: float) -> None:
-        """Announce the epoch anew if a worker has waited long for a process group, once for all that do; and have stuck
-        exchanges broken off."""
+        """Announce the epoch anew if a worker has waited long for a process group, once for all that do; and break off
+        stuck exchanges."""
         waiting: list[tuple[float, int, Sequence[int]]] = []
         waiting += [(kept.until, kept.group.stage, kept.pipelines) for kept in self._process_groups.lacking]
         waiting += [(kept.until, kept.met.stage, kept.met.pipelines) for kept in self._met]
@@ -109,14 +109,14 @@ class GroupDelivery:
         if self._exchanges.due <= now:
             for sequence, workers in self._exchanges.look(now, self._here):
                 names = ", ".join(map(str, workers))
-                if sequence not in self._exchanges.given_up:  # else a member cannot, or will not, be reached
+                if sequence not in self._exchanges.given_up:  # else a member gave it up by itself
                     self._unreachable(workers[0].stage, [worker.pipeline for worker in workers], False, now)
                 logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
                 self._stuck_in.update(dict.fromkeys(workers, sequence))
                 self._levels.change(workers)
 
     def proceed(self, now: float) -> None:
-        """Answer all that can be answered."""
+        """Send out all groups and barrier results that can go."""
         kept_groups, takes_part = self._process_groups.kept, self._groups.sessions.takes_part
         for kept in list(kept_groups.values()):
             sequence = kept.group.sequence
@@ -126,7 +126,7 @@ class GroupDelivery:
             there = {w for w in kept.group.members if w not in gone and (w == source or takes_part(w))}
             if there <= {source}:
                 continue
-            if source is not None and source in gone:  # the others are ready again when they find that it is
+            if source is not None and source in gone:  # the others report ready again when they find out
                 self._groups.send(of_those(kept.group, {source, *there}))
             else:
                 group = kept.group if there.issuperset(kept.group.members) else of_those(kept.group, there)

@@ -65,7 +65,7 @@ class GroupDesk:
         self.sessions = Sessions()
         self.extent = extent
         self.life = -1
-        """What tells this scheduler's answers in an elastic run from those of the one before it."""
+        """Distinguishes this scheduler's answers in an elastic run from those of earlier ones."""
         self.failure: e.End | None = None
         self.on_broken: Callable[[Group, float], None] = lambda *_: None
         """Called with a group whose outcome a worker did not get."""
@@ -77,7 +77,7 @@ class GroupDesk:
     # -------------------------------------------------------- coming and going
 
     def join_anew(self, request: m.Join, peer: bytes, now: float) -> None:
-        """Begin a session at the first join of a start of the worker; the session of an older start ends."""
+        """Begin a session at the first join of a new start of the worker; an older start's session ends."""
         worker = request.worker
         self.extent.check_mesh(request)
         self.departs(worker, now)
@@ -91,7 +91,7 @@ class GroupDesk:
             self._outbox.say(peer, e.Now(0, over=self.failure))
             return
         if request.number < session.received.left_at:
-            return  # the other socket was slower than a later leave
+            return  # a later leave has overtaken it on the other socket
         if not session.active:
             self.extent.check_mesh(request)
             self._begin(session, now)
@@ -104,8 +104,8 @@ class GroupDesk:
         self._begin(self.sessions.begin(worker, incarnation, now), now)
 
     def resume(self, worker: Worker, incarnation: int, number: int, answered: int | None, now: float) -> None:
-        """Let a worker take part that believes it does, as its request ``number`` says: another scheduler has let it
-        join, and has last ``answered`` its ready of that iteration."""
+        """Let a worker take part that believes, as of its request ``number``, that it does: an earlier scheduler let it
+        join, and last answered its ready of iteration ``answered``."""
         session = self.sessions.of(worker, incarnation)
         if session is None:
             self.departs(worker, now)
@@ -120,16 +120,16 @@ class GroupDesk:
         self._carry_out(decisions, now)
 
     def leave_unseen(self, request: m.Leave, now: float) -> None:
-        """Note that a client leaves that this scheduler has never seen. An earlier join may still be on its way over
-        its other socket, or be kept until its process group is there: the leave outdates it."""
+        """Note the leave of a client that this scheduler has never seen. An earlier join may still be on its way over
+        the other socket, or be kept until its process group is there: the leave outdates it."""
         worker = request.worker
         if self.sessions.get(worker) is None and self.failure is None:
             session = self.sessions.begin(worker, request.incarnation, now)
             session.received.left_at = request.number
 
     def contains(self, worker: Worker, incarnation: int, rounds: int, now: float) -> None:
-        """Note that the model of ``worker`` contains the outcomes of so many ``rounds``, -1 if that is not counted. It
-        may have left, and hand them over."""
+        """Note that the model of ``worker`` contains the outcomes of ``rounds`` rounds (-1: not counted). Even a worker
+        that has left can hand them over."""
         session = self.sessions.of(worker, incarnation)
         if rounds < 0 or (session is None and self.sessions.get(worker) is not None):
             return
@@ -169,7 +169,7 @@ class GroupDesk:
                 self._carry_out(self._driver.tell(Vanished(session.worker), now), now)
 
     def _drop(self, session: Session, event: Left | Lost, input: Input, now: float) -> list[Decision]:
-        self.let_time_pass(now)  # a window of this very moment may still answer the worker
+        self.let_time_pass(now)  # a window that ends now may still answer the worker
         decisions = self._driver.tell(event, now)
         session.move(input)
         return decisions
@@ -179,7 +179,7 @@ class GroupDesk:
         self._carry_out(self._driver.number_from(sequence, now), now)
 
     def widen(self, num_pipelines: int, now: float) -> None:
-        """Make room for so many pipelines.
+        """Make room for ``num_pipelines`` pipelines.
 
         Raises:
             RefusedEvent: the policy allows fewer.
@@ -232,7 +232,7 @@ class GroupDesk:
             self._carry_out(decisions, now)
 
     def hear_beat(self, beat: e.Beat, peer: bytes, now: float) -> None:
-        """Note a worker's heartbeat and its speed; tell a worker that wrongly believes to take part."""
+        """Note a worker's heartbeat and its speed; correct a worker that wrongly believes that it takes part."""
         worker = beat.worker
         session = self.sessions.of(worker, beat.incarnation)
         progress = self.rows.hear(beat, session is not None, peer, now)

@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 26
 MAX_KEYS = 100_000
 MAX_WAITING = 10_000
 MAX_MISSING = 1 << 21
-"""Keys that all requests wait for: twice what the most pipelines do when each begins to wait for all others."""
+"""Most missing keys of all requests together: twice those of the most pipelines when each waits for all others."""
 MAX_FETCHED = 1024
 MAX_NUMBER = 1 << 62
 PATIENCE = 10.0
@@ -86,7 +86,7 @@ class KeyValueStore:
             outbox.say(asker, e.Stored(asked, found))
 
     def put(self, key: str, value: bytes) -> list[Answer]:
-        """Set ``key``; return the answers to requests that waited for it last.
+        """Set ``key``; return the answers to requests that lacked only it.
 
         Raises:
             StoreFull: the value is too large, or its room is; nothing has changed.

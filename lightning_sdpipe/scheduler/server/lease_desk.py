@@ -71,7 +71,7 @@ class LeaseDesk:
         return sorted({*self._groups.computing(asker), *self._dealer.behind()} - {asker})
 
     def members_are(self, pipelines: Collection[int], now: float) -> None:
-        """Set the pipelines that train; all others have returned their leases."""
+        """Set the pipelines that train; the leases of all others are returned."""
         before = set(range(self._groups.extent.num_pipelines)) if self._present is None else self._present
         for pipeline in sorted(before - set(pipelines)):
             self.deal(Returned(pipeline), now)

@@ -5,7 +5,7 @@ process however that ends, within milliseconds. A process that connects says the
 encrypted with the keys of the run; nothing else is read, and nothing is ever sent. A connection that says anything
 else, or nothing in time, is closed, so strangers hold few descriptors.
 
-The kernel of the other machine also answers for a process that says nothing, since it is stopped, or a long call holds
+The kernel of the other machine also answers for a process that is silent because it is stopped, or a long call holds
 the GIL: TCP's keepalive asks it, and :meth:`Lines.answers` reads when it last replied. A connection that the kernel
 gives up for want of replies does not mean that a process has ended: networks come back.
 """
@@ -64,8 +64,8 @@ class Lines:
         return nonce in self._given
 
     def answers(self, worker: Worker, incarnation: int, within: float) -> bool:
-        """Return whether that process still runs, or is stopped, on a machine that can be reached: whether its machine
-        has replied on its connection in the last ``within`` seconds, and at least :data:`LEAST_SILENCE`."""
+        """Return whether that process, running or stopped, is on a machine that can be reached: one that has replied on
+        its connection in the last ``within`` seconds, or :data:`LEAST_SILENCE` if that is more."""
         for nonce, connection in list(self.connections.items()):
             if self._given.get(nonce) == (worker, incarnation):
                 with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -121,7 +121,7 @@ class Lifelines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.write(self._dismiss, b"\0")  # to close it says nothing while a fork of this process has it, too
+        os.write(self._dismiss, b"\0")  # closing it would go unnoticed while a fork holds it, too
         self._thread.join()
         os.close(self._dismiss)
         os.close(self._dismissed)

@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 MOST_NAMED = 4
-"""Most workers of a run that stands still whose waits are named."""
+"""Most workers whose waits are named when a run stands still."""
 
 
 class Liveness:
     """Watches for silence of ``limit`` seconds; :class:`~lightning_sdpipe.membership.failure_detection.Silence` decides
-    what such a silence means, and ``unit`` names to it what falls silent together."""
+    what it means, and ``unit`` tells it which workers fall silent together."""
 
     def __init__(self, limit: float, lines: Lines, now: float, unit: Callable[[Worker], object]) -> None:
         self.lines = lines
@@ -34,7 +34,7 @@ class Liveness:
         """Incarnation of each process that is there."""
         self.awaits: dict[Worker, Sequence[str]] = {}
         """What each process waits for if no byte has come or gone for the limit, as its last
-        :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat` said; nothing if it does not."""
+        :class:`~lightning_sdpipe.scheduler.membership_protocol.Beat` said; else empty."""
         self._limit = limit
         self._silence = Silence(limit, now, unit)
 
@@ -89,8 +89,8 @@ class Liveness:
         return [(worker, self.incarnations[worker], seconds) for worker, seconds in lost]
 
     def out_of_reach(self, now: float, about: Mapping[Worker, About]) -> tuple[Worker, str] | None:
-        """Return the first worker that is lost for silence, and for which its machine does not answer either, with what
-        happened to it; ``about`` describes the workers. One whose machine answers lives: it is stopped, or a call lets
+        """Return the first worker that is lost for silence and whose machine does not answer either, with what happened
+        to it; ``about`` describes the workers. A worker whose machine answers is alive: it is stopped, or a call lets
         none of its threads run."""
         for worker, heard in self._silence.lost.items():
             if not self.lines.answers(worker, self.incarnations[worker], self._limit):
@@ -100,7 +100,7 @@ class Liveness:
         return None
 
     def parted(self, workers: int) -> tuple[Worker, str] | None:
-        """Return the first of those that are not answered, and what happened, if all ``workers`` of the run wait for
+        """Return the worker with the most unanswered peers, and what happened, if all ``workers`` of the run wait for
         each other while no byte moves."""
         waits = {worker: awaits for worker, awaits in sorted(self.awaits.items()) if awaits}
         if len(waits) < workers or self._silence.lost:
@@ -152,7 +152,7 @@ class Levels:
 
     @property
     def life(self) -> int:
-        """Upper bits of all versions, which other schedulers do not have."""
+        """Upper bits of all versions; other schedulers have others."""
         return self._version >> e.LIFE
 
     def comes(self, worker: Worker, incarnation: int, line: e.Line) -> None:

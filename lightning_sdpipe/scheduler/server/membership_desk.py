@@ -2,7 +2,7 @@
 
 The desks of groups and leases carry out what membership means for them. Requests of training threads pass
 :meth:`MembershipDesk.admits` first, since only members train; those that came too early are kept until they are
-:meth:`~MembershipDesk.due`. In a fixed roster every process trains that has enrolled; batches are dealt when all have.
+:meth:`~MembershipDesk.due`. In a fixed roster every enrolled process trains; batches are dealt when all have enrolled.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from lightning_sdpipe.scheduler.server.setting_out import SettingOut
 logger = logging.getLogger(__name__)
 
 GONE_IN_STATUS = 64
-"""Most starts of pipelines that must not come back which a status lists, the last ones."""
+"""Most starts that a status lists as gone for good: the newest."""
 ENDED = "ended (its connection closed)"
 RIVAL_GRACE = 0.5
-"""Seconds that a job may be heard of after another has claimed its number, as a process that is about to end is."""
+"""Seconds for which a job may be heard of after another has claimed its number: its process may be about to end."""
 BEATS_PER_LIMIT, LONGEST_BEAT = 8, 1.0
 
 
@@ -80,7 +80,7 @@ class MembershipDesk:
         self._answers = GroupDelivery(groups, process_groups, here, self._unreachable, self._levels, outbox, limit)
         self._rival_since: dict[int, float] = {}
         self._told: dict[Worker, tuple[int, Book]] = {}
-        """Start and book of each worker that has told a scheduler so which does not know the members yet."""
+        """Start and book of each worker that resumed before the members were known."""
         self._update = -1
         """Updates of the furthest member; -1 if unknown."""
 
@@ -166,8 +166,8 @@ class MembershipDesk:
     # ------------------------------------------------- requests of training threads
 
     def admits(self, peer: bytes, request: m.Request, now: float) -> bool:
-        """Return whether the service may deal now with the ``request`` of a worker that is in no groups. If not, it is
-        kept, or refused."""
+        """Return whether the service may deal now with the ``request`` of a worker that is in no groups. If not, keep
+        or refuse it."""
         worker, incarnation, core = request.worker, request.incarnation, self.membership
         if isinstance(request, m.Hello) or (core.terms.fixed and self._groups.failure is not None):
             return True
@@ -249,7 +249,7 @@ class MembershipDesk:
                 self._levels.comes(worker, incarnation, e.Line(lines.port, nonce, self._beat, self._limit))
                 self._levels.tell()  # so that its connection is there when it starts
             if resumes is not None:
-                self._early.keep(peer, request, now)  # the rest of it is for when all are back
+                self._early.keep(peer, request, now)  # the rest is dealt with when all are back
             if resumes is None and fixed:
                 self._outbox.say(peer, e.Start(core.epoch, fresh=True))
         if resumes is None and not core.roster.is_member(worker.pipeline, incarnation):
@@ -265,7 +265,7 @@ class MembershipDesk:
             self._decide(w.Departed(worker, incarnation, request.finished), now)  # it may claim another's number
         elif reason is not None:
             self._outbox.say(peer, e.must_end(reason))
-        elif isinstance(request, e.Store):  # what it has to know before it enrols; beats tell it that it must again
+        elif isinstance(request, e.Store):  # it may need the store to enrol; beats tell it if it must again
             self._store.handle(peer, request, self._outbox, now)
         elif not (isinstance(request, e.Beat) and not request.enrolled):  # else the process has yet to enrol
             self._outbox.say(peer, e.Stranger(life=self._levels.life))

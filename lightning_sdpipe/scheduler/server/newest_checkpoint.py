@@ -1,7 +1,7 @@
 """The newest checkpoint of an elastic run, for a scheduler that died together with all pipelines.
 
-It is started again with ``--resume``, and the pipelines that then come go on from that checkpoint. The file is removed
-when the run has finished, so the next run starts anew.
+When it is started again with ``--resume``, pipelines that come continue from that checkpoint. The file is removed when
+the run has finished, so the next run starts anew.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class PolicyDriver:
         self.dealer.on(event, now)
 
     def number_from(self, sequence: int, now: float) -> list[Decision]:
-        """Number new groups from ``sequence`` on; the scheduler that formed those below is no more."""
+        """Number new groups from ``sequence`` on; an earlier scheduler formed those below."""
         if sequence <= self.next_sequence:
             return []
         self.next_sequence = sequence

@@ -132,7 +132,7 @@ class FirstLine:
 
 
 class SchedulerProcess:
-    """A child process with a scheduler. :meth:`start`, or :meth:`begin` and :meth:`check`, start it, also again;
+    """A child process with a scheduler. :meth:`start`, or :meth:`begin` and :meth:`check`, start or restart it;
     :meth:`close` ends it.
 
     Args:
@@ -142,7 +142,7 @@ class SchedulerProcess:
         keeps_port: True to choose the address here, so that it is known before the process is started.
 
     Raises:
-        SchedulerError: the address cannot be had.
+        SchedulerError: the address is not available.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class SchedulerProcess:
         log: Path | None = None,
         depths: tuple[int, ...] = (),
     ) -> SchedulerProcess:
-        """Start the scheduler of one run, which listens and has fresh keys. ``depths`` are the stages of each pipeline,
-        if they differ; ``num_stages`` is then the largest of them.
+        """Start the scheduler of one run, with fresh keys; return when it listens. ``depths`` are the stages of each
+        pipeline, if they differ; ``num_stages`` is then the largest of them.
 
         It imports a policy of the user's own from where this process would.
         """

@@ -2,8 +2,8 @@
 
 A worker makes a process group of its stage's replicas for each epoch of membership, in a thread, and reports which it
 holds. A group that is decided before its members share one is kept for the few milliseconds that this takes, or until
-the epoch is announced anew. A group with passive members is not kept, the others go on without these; unless they are
-handed something over.
+the epoch is announced anew. A group with passive members is not kept: the others go on without these, unless an outcome
+is handed over to them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ProcessGroupRegistry:
         return [*self.kept.values(), *self.apart.values()]
 
     def holds(self, worker: Worker, epochs: Iterable[int]) -> None:
-        """Set the epochs whose process group ``worker`` has."""
+        """Set the epochs whose process groups ``worker`` holds."""
         before, self._holds[worker] = self._holds.get(worker, frozenset()), frozenset(epochs)
         if (newest := self._membership.epoch.number) in before - self._holds[worker]:
             self._given_up[worker] = newest
@@ -101,7 +101,7 @@ class ProcessGroupRegistry:
         return ready
 
     def come_together(self, here: Collection[Worker]) -> None:
-        """Forget groups of :attr:`apart` that share a process group by now, or have members that are not ``here``."""
+        """Forget groups of :attr:`apart` whose members share a process group by now, or are not all ``here``."""
         for workers in list(self.apart):
             if self.common(workers) is not None or not all(worker in here for worker in workers):
                 del self.apart[workers]

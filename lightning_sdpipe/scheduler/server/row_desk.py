@@ -96,7 +96,7 @@ class RowDesk:
         return new.progress(worker)
 
     def note(self, worker: Worker, doing: Doing | None, now: float) -> None:
-        """Note what ``worker`` does, if it says so; the log has what is new in it, beside the time that is left."""
+        """Note what ``worker`` does, if it says so; log it if more than the time left has changed."""
         if doing is not None:
             before, self._doing[worker] = self._doing.get(worker), doing
             if before is None or msgspec.structs.replace(before, left=doing.left) != doing:
@@ -110,7 +110,7 @@ class RowDesk:
 
 
 class _Asking:
-    """The request of the program behind ``peer``, made at ``at``, for the spans of so many updates; the workers
+    """A request for the spans of ``updates`` updates, made at time ``at`` by the program behind ``peer``; the workers
     ``awaited`` have not sent theirs."""
 
     def __init__(self, peer: bytes, updates: int, at: float, awaited: set[Worker]) -> None:
@@ -149,7 +149,7 @@ class SpanDesk:
         return self._asking[0].until if self._asking else math.inf  # the first is due first
 
     def ask(self, peer: bytes, updates: int, now: float) -> None:
-        """Note that the program behind ``peer`` asks for the spans of so many updates, perhaps again."""
+        """Note that the program behind ``peer`` asks for the spans of ``updates`` updates, perhaps again."""
         if any(asking.peer == peer for asking in self._asking):
             return
         self._asking.append(_Asking(peer, updates, now, {*self._present}))

@@ -32,7 +32,7 @@ from lightning_sdpipe.scheduler.server.service import SchedulerService
 LONGEST_WAIT = 60.0
 WORKER_TIMEOUT = 30.0
 MOST_AT_ONCE = 32
-"""Messages that are dealt with before they are answered, and the server looks again at what is due."""
+"""Most messages that are dealt with before the replies go out, and the server looks again at what is due."""
 MOST_UNREAD = 256
 """Replies kept for a client that does not read them; it repeats the requests whose replies were dropped."""
 MOST_UNHANDLED = 128
@@ -169,8 +169,8 @@ class Server:
     def run(self, stop: Sequence[int]) -> None:
         """Serve until one of the file descriptors ``stop`` is readable (or at its end).
 
-        Waiting happens inside the ROUTER's own receive, which costs a message a third of what asking a poller
-        first does; an :class:`ControlThread` watches everything else and says in a frame when to stop.
+        Waiting happens inside the ROUTER's own receive, which costs each message a third of asking a poller first; a
+        :class:`ControlThread` watches everything else and says in a frame when to stop.
         """
         socket, service, clock = self._socket, self.service, self._clock
         assert socket is not None, "open() comes first"
@@ -249,8 +249,8 @@ class Server:
 
 
 def _messages(socket: zmq.Socket[bytes], seconds: float) -> Iterator[tuple[bytes, bytes]]:
-    """Wait so long for a message; yield it, and those that wait behind it, as peers and the frames that they sent.
-    ``recv_multipart`` does the same, and takes twice as long."""
+    """Wait ``seconds`` for a message; yield it, and those that wait behind it, as peers and the frames that they sent.
+    ``recv_multipart`` would take twice as long."""
     # Rounded up, since waking before the deadline would spin until it has come.
     socket.setsockopt(zmq.RCVTIMEO, math.ceil(1000 * min(max(seconds, 0.0), LONGEST_WAIT)))
     flags = 0
@@ -265,8 +265,8 @@ def _messages(socket: zmq.Socket[bytes], seconds: float) -> Iterator[tuple[bytes
 
 
 class ControlThread:
-    """Watches all but workers' messages while the server's loop runs: the sign to stop, which it passes to the loop as
-    a frame from ``identity``, and the questions of CURVE."""
+    """Watches all but workers' messages while the server's loop runs: the signal to stop, which it passes to the loop
+    as a frame from ``identity``, and the questions of CURVE."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class ControlThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.write(self._dismiss, b"\0")  # to close it says nothing while a fork of this process has it, too
+        os.write(self._dismiss, b"\0")  # closing it would go unnoticed while a fork holds it, too
         self._thread.join()
         os.close(self._dismiss)
         os.close(self._dismissed)

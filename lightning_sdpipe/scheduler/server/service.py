@@ -56,7 +56,7 @@ class SchedulerService:
         log: gets every event and decision.
 
     Raises:
-        ConfigurationError: there is no such policy for so many workers.
+        ConfigurationError: the policy cannot serve so many workers.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class SchedulerService:
     # ---------------------------------------------------------------- requests
 
     def _tell(self, peer: bytes, question: m.Ask, now: float) -> list[Addressed]:
-        """Return the messages that answer a program which is no worker."""
+        """Return the messages that answer a program other than a worker."""
         match question:
             case m.Ask("status"):
                 return [(peer, m.StatusReply(self.status(now)))]
@@ -230,7 +230,7 @@ class SchedulerService:
             self.refused["replayed"] += 1  # as on slow machines, where requests are repeated before they are answered
 
     def _before_its_join(self, request: m.Request | e.Enrol, peer: bytes, now: float) -> None:
-        """Deal with a request of a start of the worker that has not joined: it is new, or the scheduler is."""
+        """Deal with a request of a worker's start that has not joined: it is new, or the scheduler is."""
         match request:
             case m.Join():
                 self.groups.rows.introduce(request.worker, request.about)

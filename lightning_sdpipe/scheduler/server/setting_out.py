@@ -4,8 +4,8 @@ Replicas that are equal after every round stay equal if each is in every round. 
 segment set out together: a join waits until all others have come. A newcomer whose donor has copied its state in the
 middle of a segment takes part from there on: the next round, which the donor has not begun, waits for it.
 
-After a restart of the scheduler, those that had joined go on in the rounds in which they are. One that joins only then
-takes part at once. A round that the others have made meanwhile leaves its model behind, and it comes anew.
+After a restart of the scheduler, workers that had joined go on with their rounds. One that joins only then takes part
+at once. If the others have made a round meanwhile, its model is behind, and it starts anew.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class SettingOut:
         return self._policy.keeps_equal and not self._membership.terms.fixed
 
     def may_begin(self, request: m.Request | e.Enrol, now: float) -> bool:
-        """Return whether the worker may take part now, which joins, or has come back to a restarted scheduler."""
+        """Return whether the worker that joins, or returns to a restarted scheduler, may take part now."""
         worker, sessions = request.worker, self._groups.sessions
         if sessions.takes_part(worker) and sessions.of(worker, request.incarnation) is not None:
             return True
-        # If it first had to share a process group with the others of its round, they would make the next group without
-        # it; a group waits for that by itself.
+        # If it had to share a process group with the others first, they would make the next group without it; the group
+        # itself waits until they share one.
         if self.together:
             return isinstance(request, e.Enrol) or bool(sessions.active_in(worker.stage))  # else its stage must be due
         return self._policy.rounds_are_apart or self._shares_a_group(worker, now)
@@ -74,7 +74,7 @@ class SettingOut:
         return self._process_groups.common([worker, *others]) is not None
 
     def due(self) -> set[int]:
-        """Return the stages of which all workers in the run wait to join."""
+        """Return the stages whose workers in the run all wait to join."""
         if not self.together:
             return set()
         core, sessions = self._membership, self._groups.sessions
