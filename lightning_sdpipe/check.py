@@ -1,8 +1,8 @@
 """``sdpipe check IMPORT.PATH:factory --stages M``: compares what the cut model and the whole one compute.
 
-A training step runs on two micro-batches, whole and cut into stages, each stage on a module that the factory has built
-anew. So it finds errors that no other check can: values that leave a block where neither a stand-in nor an operation of
-torch shows it, as Python's numbers in a global variable do.
+A training step runs on two micro-batches, first whole, then cut into stages, each on a module that the factory builds
+anew. This finds errors that no other check can: values that leave a block unseen by stand-ins and torch operations,
+such as Python numbers in a global variable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_sdpipe.partition.sample import copied
 from lightning_sdpipe.pipeline.micro_batches import MicroBatch, split
 
 TOLERANCE = 1e-4
-"""Largest difference of a gradient, over the largest value of the parameter's gradient, that rounding may explain."""
+"""Largest ratio of a gradient's difference to the gradient's largest value that rounding may explain."""
 _SHOWN = 10
 
 _CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ Made = tuple[nn.Module, Sequence[Step]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the comparison; the exit status is 1 where they differ."""
+    """Print the comparison; return 1 if the results differ, else 0."""
     parser = factory.parser("check", "Compares the loss and every gradient of a cut model with the whole one's.")
     given = parser.parse_args(arguments)
     built, batch = factory.build(given.factory)
@@ -83,8 +83,8 @@ def compare(make: Callable[[], Made], cut: Plan) -> tuple[float, str]:
 
 
 def compare_split(make: Callable[[Sequence[Any]], Made], batch: Any, parts: Sequence[MicroBatch]) -> str:
-    """Compare the loss of ``batch`` with the weighted mean of the losses of its ``parts``, in evaluation mode: nothing
-    else shows that a batch is split by something other than samples."""
+    """Compare the loss of ``batch`` with the weighted mean of the losses of its ``parts``, in evaluation mode. Nothing
+    else reveals a batch that is split along a dimension other than samples."""
     losses = []
     module, steps = make([batch, *(part.batch for part in parts)])
     module.eval()
@@ -134,15 +134,15 @@ def _loss(outcome: Any) -> Tensor:
 
 
 def _relative(one: Tensor, other: Tensor, least: float = 1e-12) -> float:
-    """Return the largest difference over the largest value; infinite where only one is a number."""
+    """Return the ratio of the largest difference to the largest value of ``one``; infinite if a difference is nan."""
     difference = (one - other).abs().max() / (one.abs().max() + least)
     return float("inf") if bool(difference.isnan()) else float(difference)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The results of a few micro-batches: the outcome of each (its tensors detached), the sums of the gradients, and
-    the modules of the stages."""
+    """The results of a few micro-batches: each one's outcome (its tensors detached), the summed gradients, and the
+    modules of the stages."""
 
     outcomes: Sequence[Any]
     gradients: Mapping[str, Tensor]
@@ -157,12 +157,12 @@ def compute(
     readers: Mapping[str, Iterable[int]] | None = None,
     seed: int = 0,
 ) -> Computed:
-    """Run forward and backward of each micro-batch, stage by stage. With one span the result is that of one process;
-    with more, the forwards of all micro-batches come before the first backward, as in a pipeline.
+    """Run forward and backward of each micro-batch, stage by stage. One span computes what one process does; with more
+    spans, the forwards of all micro-batches come before the first backward, as in a pipeline.
 
     Args:
-        make: a function that builds the module, with equal values each time, and one call of the user's step for each
-            micro-batch. Called once for each stage, so that stages have nothing in common.
+        make: builds the module, with equal values each time, and one call of the user's step for each micro-batch.
+            Called once for each stage, so that stages share nothing.
         chain: the paths of the blocks, in the order in which they run.
         spans: the blocks of each stage.
         travel: the values that cross the cuts besides the output of the last block before each.
@@ -170,7 +170,7 @@ def compute(
         seed: seed of the random streams.
 
     Raises:
-        ConfigurationError: the module cannot be cut so.
+        ConfigurationError: the module cannot be cut there.
     """
     made = [make() for _ in spans]
     for stage, (module, _) in enumerate(made):
@@ -197,7 +197,7 @@ def compute(
 
 @dataclass(frozen=True)
 class _Forward:
-    """A micro-batch's forward: the outcome of the step, and what crossed each cut, as it was sent and as it arrived."""
+    """A micro-batch's forward: the step's outcome, and the tensors that crossed each cut, as sent and as received."""
 
     outcome: Any
     crossed: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]

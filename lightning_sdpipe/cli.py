@@ -1,4 +1,4 @@
-"""``sdpipe``: the commands, each of which is imported when it is called. Starts without torch."""
+"""``sdpipe`` and its commands; each is imported when it is called, so that ``sdpipe`` starts without torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COMMANDS = {
     "replay": ("scheduler.command:replay", "replay a scheduler's log, and check that its policy decides the same"),
     "env": ("environment:main", "print versions and devices, for a bug report"),
 }
-"""The function of each command, which takes the arguments and returns the exit status or raises; and its help."""
+"""Each command's function, which takes the arguments and returns the exit status or raises, and its help."""
 _CLEANS_UP = ("demo", "measure", "run", "scheduler", "status")
-"""Commands that end other processes, or restore the terminal, before they end at Ctrl-C; others end at once."""
+"""Commands that end other processes or restore the terminal at Ctrl-C; the others end at once."""
 _IN_ASCII = {"×": "x", "→": "->", "−": "-", "–": "-", "…": "...", "µ": "u", "ρ": "rho", "≤": "<=", "≥": ">=", "━": "="}
 
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, _, function = COMMANDS[name][0].partition(":")
         interrupt = signal.getsignal(signal.SIGINT)
         at_once = arguments is None and interrupt is signal.default_int_handler
-        if at_once:  # neither imports nor libraries in C hear of Python's handlers
+        if at_once:  # Python's handler would wait for imports and C libraries to return
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         called = getattr(import_module(f"lightning_sdpipe.{module}"), function)
         if at_once and name in _CLEANS_UP:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_it_in_ascii() -> None:
-    """Let terminals print other characters in place of those that they do not have."""
+    """Print ASCII in place of characters that the terminal's encoding lacks."""
 
     def others(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)

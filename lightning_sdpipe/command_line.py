@@ -20,8 +20,8 @@ _NUMBERS = re.compile(r"[\d.,/]+")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of ``sdpipe COMMAND``, whose help shows all defaults and whose errors are one line. The numbers of a
-    list may have spaces between them as well as commas."""
+    """A parser of ``sdpipe COMMAND``, whose help shows all defaults and whose errors are one line. Numbers in a list
+    may be separated by commas or spaces."""
 
     def __init__(self, command: str, description: str, **more: Any) -> None:
         super().__init__(f"sdpipe {command}".strip(), description=description, formatter_class=_Help, **more)
@@ -57,19 +57,19 @@ class _Help(argparse.HelpFormatter):
 
 
 def depths_of(text: str) -> tuple[int, ...]:
-    """Parse numbers of stages: ``2`` for all pipelines, ``1,2,2`` for each.
+    """Parse the number of stages of all pipelines, as in ``2``, or of each, as in ``1,2,2``.
 
     Raises:
-        argparse.ArgumentTypeError: the text has no such numbers.
+        argparse.ArgumentTypeError: the text is no such list.
     """
     return tuple(_listed(text, int, 1, "a number of at least 1, or one for each pipeline, like 1,2,2"))
 
 
 def seconds(text: str) -> float:
-    """Parse a time.
+    """Parse a number of seconds.
 
     Raises:
-        ValueError: the text is no number.
+        ValueError: the text is not a number.
     """
     return float(text)
 
@@ -103,11 +103,11 @@ def speeds_of(text: str) -> list[float] | list[list[float]]:
 
 _LISTS = (depths_of, numbers_of, speeds_of)
 _UNITS: dict[Any, str] = dict.fromkeys(_LISTS, "LIST") | {int: "N", float: "X", seconds: "SECONDS", Path: "FILE"}
-"""How the help calls the value of an option, by its type."""
+"""The name of an option's value in the help, by the option's type."""
 
 
 def check_installed(what: str, extra: str, *modules: str) -> None:
-    """Refuse ``what`` needs some ``modules``, of an ``extra`` of the package, unless all are installed.
+    """Check that the ``modules`` that ``what`` needs, from an ``extra`` of the package, are installed.
 
     Raises:
         ConfigurationError: some are missing.
@@ -118,10 +118,10 @@ def check_installed(what: str, extra: str, *modules: str) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Refuse a ``file`` in a directory that does not exist, or is not this user's to write to.
+    """Check that ``file`` is in a directory that exists and that this user may write to.
 
     Raises:
-        ConfigurationError: it is refused.
+        ConfigurationError: it is not.
     """
     if not os.access(file.parent, os.W_OK):
         where = file.parent.absolute()
@@ -129,11 +129,11 @@ def check_writable(file: Path) -> None:
 
 
 def shape_of(stages: Sequence[int], pipelines: int | None) -> tuple[int, int, tuple[int, ...]]:
-    """Return the stages of the deepest pipeline, the number of pipelines, and the stages of each if a command line
-    lists them.
+    """Return the number of stages of the deepest pipeline, the number of pipelines, and the number of stages of each
+    pipeline, empty unless ``stages`` lists several.
 
     Raises:
-        ConfigurationError: the number of pipelines is missing, below 1, or differs from that of the list.
+        ConfigurationError: the number of pipelines is missing, below 1, or differs from the length of the list.
     """
     if len(stages) == 1:
         if pipelines is None or pipelines < 1:
@@ -148,8 +148,9 @@ def shape_of(stages: Sequence[int], pipelines: int | None) -> tuple[int, int, tu
 
 
 def carried_out(command: Callable[[], int | None], name: str) -> int:
-    """Return the exit status of ``command``: 2, with one line after its ``name``, if it cannot be carried out, 1 if a
-    worker or the system failed, 130 if it is interrupted, and 141, in silence, if its reader has gone."""
+    """Run ``command``, print its error in one line after its ``name``, and return its exit status: 2 if it cannot be
+    carried out, 1 if a worker or the system failed, 130 if interrupted, and 141, silently, if its output's reader has
+    gone."""
     try:
         try:
             return command() or 0
@@ -164,10 +165,10 @@ def carried_out(command: Callable[[], int | None], name: str) -> int:
         status = 1 if error.filename is None else 2
     except KeyboardInterrupt:
         return 130
-    with contextlib.suppress(OSError):  # of a full disk, for example
+    with contextlib.suppress(OSError):  # a full disk, for example
         if said:
             print(f"{name}: {said}", file=sys.stderr)
-    with contextlib.suppress(OSError):  # what could not be printed is not tried again when Python ends
+    with contextlib.suppress(OSError):  # flush now: if it fails, /dev/null spares Python a second failure at its end
         sys.stdout.flush()
         return status
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

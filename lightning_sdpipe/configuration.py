@@ -1,7 +1,6 @@
-"""Checks of a Hydra configuration against the classes that it names, before anything starts.
+"""Checks a Hydra configuration against the classes that it names, before anything starts.
 
-The types are those of the classes' own signatures, as in OmegaConf's structured configurations: there is no second list
-of options that could differ.
+The types come from the classes' own signatures, so no second list of options can differ from them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def check(config: DictConfig, typed: Sequence[str] = ("lightning_sdpipe",)) -> N
 
     Args:
         config: the configuration, or a part of it.
-        typed: packages whose type hints hold. For others only the names are checked.
+        typed: packages whose type hints are checked; for other packages only names are checked.
     """
     for path, node in _targets(config, ""):
         _check_target(path, node, typed)
@@ -40,7 +39,7 @@ def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str
 
     Args:
         error: the exception that Hydra raised.
-        groups: names that are valid beside those of the configuration: its groups.
+        groups: the names of the configuration's groups, which are valid, too.
     """
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
@@ -58,8 +57,7 @@ def explain(error: HydraException | OmegaConfBaseException, groups: Iterable[str
 
 
 def parameters(target: Any) -> dict[str, Any]:
-    """Return the named parameters of ``target`` with their types, including those that a class passes on to its
-    parents."""
+    """Return the named parameters of ``target`` and their types, with those that a class passes to its parents."""
     classes = inspect.getmro(target) if inspect.isclass(target) else (target,)
     found: dict[str, Any] = {}
     for each in classes:

@@ -1,9 +1,9 @@
 """``sdpipe demo``: trains on handwritten digits with SDPipe and with all-reduce, where one device is slow, and where
 workers stall.
 
-All workers run on this machine, so devices are emulated: that a few cores may hold them, most of a step is sleep, in
-the place of a larger model. Training, data and messages are real. Other programs on the machine would slow some workers
-more than others, so the machine is measured first; if it is busy, the sleeps become longer, or no verdict is given.
+All workers run on this machine and emulate devices: most of a step is sleep, in place of a larger model, so that a few
+cores suffice. Training, data and messages are real. Other programs would slow some workers more than others, so the
+machine is measured first; if it is busy, the sleeps become longer, or no verdict is given.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ METHODS = {"SDPipe": "semi_decentralized", "all-reduce": "all_reduce"}
 COLOURS = {"SDPipe": "tab:blue", "all-reduce": "tab:orange"}
 WORKERS = 4
 REAL, EMULATED, SLEEPS = 0.008, 0.06, 4
-"""Seconds of a step that are real work and that are slept, on a device of full speed, and number of its sleeps."""
+"""Seconds of work and seconds of sleep in a step of a device at full speed, and the number of its sleeps."""
 WAITED = 0.05
-"""Largest share of a step that may go to waiting for a core, on a machine whose figures count."""
+"""Largest ratio of the time that a step may wait for a core to its emulated time, for figures that count."""
 LONGEST = 2.0
-"""Largest factor by which sleeps become longer; all takes some four minutes then."""
+"""Largest factor by which sleeps become longer; the demo then takes some four minutes."""
 CALM = 1.5
-"""By how much less quiet than before a machine may be after the runs."""
+"""Largest ratio of the factor measured after the runs to the one before them at which a verdict is given."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A situation in which methods are compared; ``slow`` names the device that is slowed down, if it is one."""
+    """A situation in which methods are compared; ``slow`` names the one device that is slowed down, if any."""
 
     title: str
     slow: str
@@ -67,7 +67,7 @@ SCENES = (
         "pipeline 3",
         1,
         Static((1.0, 1.0, 1.0, 2.0)),
-        8,  # so that the slow device, which gets fewest of them, makes as many updates as it takes to be named
+        8,  # small, so that the slow device, which gets the fewest batches, makes enough updates to be named
     ),
     Scene("each worker stalls in one iteration of ten", "", 2, Delays(probability=0.1, seconds=0.4, seed=1), 32),
 )
@@ -75,8 +75,8 @@ SCENES = (
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one training run. Epochs are timed with their validation; the first one counts only if it is alone.
-    ``line`` is the run's last line."""
+    """Figures of one training run. An epoch's time includes its validation; the first epoch counts only if it is the
+    only one. ``line`` is the run's last line."""
 
     epoch_seconds: list[float]
     accuracy: float
@@ -88,7 +88,7 @@ class Figures:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train and draw."""
+    """Train with both methods in each scene, then draw and print the comparison."""
     parser = Parser("demo", "Compares SDPipe with all-reduce on handwritten digits, in about two minutes.")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path(), metavar="DIRECTORY", help="for the figure and the report"
@@ -121,8 +121,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def measured(loops: int = 100, sleeps: int = 15) -> tuple[float, float]:
-    """Return the share of a core that a loop gets on this machine now, and the seconds by which a sleep of 20 ms is too
-    long."""
+    """Return the share of a core that a busy loop gets on this machine now, and the seconds by which a sleep of 20 ms
+    overruns."""
     shares, late = [], []
     for _ in range(loops):
         begun, busy = time.perf_counter(), time.process_time()
@@ -137,8 +137,8 @@ def measured(loops: int = 100, sleeps: int = 15) -> tuple[float, float]:
 
 
 def longer(share: float, late: float) -> float:
-    """Return by how much emulated devices must take longer so that waiting for a core is at most :data:`WAITED` of a
-    step, 1 or more."""
+    """Return the factor, 1 or more, by which sleeps must grow so that waiting for a core is at most :data:`WAITED` of
+    a step."""
     waited = REAL * (1 / share - 1) + SLEEPS * late
     return max(1.0, waited / (WAITED * EMULATED))
 
@@ -149,7 +149,7 @@ def _check(epochs: int) -> None:
 
 
 def _hush() -> None:
-    """Suppress the hints of Lightning and torch about this script."""
+    """Suppress Lightning's and torch's hints about this script."""
     torch.set_num_threads(1)  # several workers share a core
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
@@ -167,13 +167,13 @@ def _compare(number: int, scene: Scene, epochs: int, directory: Path, factor: fl
     print(f"\n   {'':12}{'s per epoch':>12}{'speedup':>10}{f'accuracy after {epochs} epochs':>26}")
     for name, row in rows.items():
         print(f"   {name:12}{row.median:12.2f}{slowest / row.median:10.2f}{row.accuracy:26.1%}")
-    calm = factor <= LONGEST and longer(*measured()) <= CALM * factor  # and it was so until the end
+    calm = factor <= LONGEST and longer(*measured()) <= CALM * factor  # and still is after the runs
     print(f"\n   {verdict(rows) if calm else 'No verdict, since this machine is busy: run it again.'}\n", flush=True)
     return rows, calm
 
 
 def verdict(rows: dict[str, Figures]) -> str:
-    """Return what the figures say, be it good or bad."""
+    """Return what the figures say, good or bad."""
     ours, theirs = rows.values()
     ratio, points = theirs.median / ours.median, 100 * (ours.accuracy - theirs.accuracy)
     if abs(ratio - 1) < 0.05:
@@ -221,7 +221,7 @@ def _train(name: str, scene: Scene, epochs: int, directory: Path, factor: float)
 
 
 class _Bar(L.Callback):
-    """Shows the epochs of a run, and leaves its figures in a file; on rank 0, which is not the user's process.
+    """Shows a run's progress, and writes its figures to a file, since rank 0 is not the user's process.
 
     Args:
         name: name of the run.
@@ -256,8 +256,8 @@ class _Bar(L.Callback):
 
 
 class DigitsModule(L.LightningModule):
-    """A small convolutional network for 8 × 8 images in ten classes; a batch and its gradients sleep for 60 ms, or
-    ``factor`` times as long."""
+    """A small convolutional network for 8 × 8 images in ten classes, whose forward and backward together sleep for
+    ``factor`` × 60 ms."""
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def _digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def _draw(results: Sequence[dict[str, Figures]], file: Path) -> None:
-    """Draw bars for the median seconds of an epoch, and a point for each epoch."""
+    """Draw a bar for the median epoch time of each method, and a point for each epoch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")

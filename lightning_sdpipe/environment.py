@@ -15,7 +15,7 @@ from lightning_sdpipe.tested import verdict
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print them."""
+    """Print versions and devices."""
     Parser("env", "Prints versions and devices, for a bug report.").parse_args(arguments)
     python = platform.python_version()
     _row("python", f"{python}, {verdict('python', python)}; {platform.platform()}, {os.cpu_count()} processors")
@@ -45,7 +45,7 @@ def _row(name: str, value: str) -> None:
 
 
 def _commit() -> str:
-    """Return the commit of a checkout, in words; nothing for an installed package."""
+    """Return the commit of a checkout, in words; empty for an installed package."""
     root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return ""

@@ -1,4 +1,4 @@
-"""Exceptions that reach users, checks of single values, and the ends of messages about wrong names."""
+"""Exceptions that reach users, checks of single values, and suggestions for wrong names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ConfigurationError(ValueError):
-    """The configuration cannot work; the message says what was given, what is allowed and what to do."""
+    """The configuration cannot work. The message says what was given, what is allowed, and what to do."""
 
 
 class SchedulerError(RuntimeError):
@@ -19,11 +19,11 @@ class SchedulerError(RuntimeError):
 
 
 class RefusedError(SchedulerError):
-    """The scheduler was reached, and refuses the request: starting again does not help."""
+    """The scheduler was reached and refuses the request, so starting again does not help."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, gradients or parameters are nan or infinite: ``what`` names them, the pipeline and the step."""
+    """A loss, gradients or parameters are nan or infinite; ``what`` names them, the pipeline and the step."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -53,10 +53,10 @@ def refusal(name: str, value: object, allowed: str) -> ConfigurationError:
 
 
 def check_choices(values: object) -> None:
-    """Refuse what a field of ``values`` holds where its annotation has a ``Literal`` that does not name it.
+    """Check that each field of ``values`` whose annotation has a ``Literal`` holds one of its choices.
 
     Raises:
-        ConfigurationError: the value is refused.
+        ConfigurationError: a field holds another value.
     """
     for name, hint in get_type_hints(type(values)).items():
         parts = [hint, *get_args(hint)]  # of a union
@@ -67,10 +67,10 @@ def check_choices(values: object) -> None:
 
 
 def check_integer(name: str, value: object, least: int, unit: str, *, optional: bool = False) -> None:
-    """Refuse a value that is not an integer of at least ``least``.
+    """Check that ``value`` is an integer of at least ``least``, or None if ``optional``.
 
     Raises:
-        ConfigurationError: the value is refused.
+        ConfigurationError: it is not.
     """
     if value is None and optional:
         return
@@ -88,11 +88,10 @@ def check_number(
     above: float = math.nan,
     below: float = math.nan,
 ) -> None:
-    """Refuse a value that is not a number from ``least`` to ``most``, ``above`` and ``below`` others if those are
-    given; nan never is.
+    """Check that ``value`` is a number from ``least`` to ``most``, greater than ``above`` and less than ``below``.
 
     Raises:
-        ConfigurationError: the value is refused; the message tells what is ``allowed``.
+        ConfigurationError: it is not, or is nan; the message says what is ``allowed``.
     """
     number: Any = math.nan if isinstance(value, bool) or not isinstance(value, Real) else value
     if not least <= number <= most or number <= above or number >= below:
@@ -101,10 +100,10 @@ def check_number(
 
 @contextmanager
 def os_errors_as(cannot: str, advice: str = "", kind: type[Exception] = ConfigurationError) -> Iterator[None]:
-    """Say within what ``cannot`` be done where the system refuses it, and why.
+    """Raise ``kind`` in place of an OSError within the block; its message says what ``cannot`` be done, and why.
 
     Raises:
-        ConfigurationError: or another ``kind``, in the place of an OSError.
+        ConfigurationError: or another ``kind``: the system refused.
     """
     try:
         yield
@@ -118,12 +117,12 @@ ONLY_LIGHTNING = (
 )
 
 LOST_CONNECTION = "gloo/transport"
-"""Part of the message of gloo's exceptions about a lost connection: the name of its source file."""
+"""Part of the message of gloo's exceptions about a lost connection, which names a source file."""
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if there
-    is none."""
+    """Return the frame in which ``error`` was raised, as in ``train.py:41 in training_step``; empty if it has no
+    traceback."""
     frames = error.__traceback__
     if frames is None:
         return ""
@@ -154,18 +153,18 @@ LEFT = {
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``number`` and the noun in its right form."""
+    """Return ``number`` and ``noun``, in the plural unless ``number`` is 1."""
     return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def shape(stages: int, pipelines: int) -> str:
-    """Return a mesh in words."""
+    """Return a mesh in words, as in ``2 stages × 3 pipelines``."""
     return f"{counted(stages, 'stage')} × {counted(pipelines, 'pipeline')}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message about a wrong ``name``: what to do without it if it has left the package, else the
-    name that may have been meant, or all names."""
+    """Return the end of a message about a wrong ``name``: what replaces it if it has left the package, else the nearest
+    of ``names``, else all of them."""
     if name in LEFT:
         return f"; it has left the package: {LEFT[name]}."
     names = list(dict.fromkeys(names))

@@ -1,8 +1,8 @@
-"""Access to what Lightning keeps under private names and the package uses, under plain names.
+"""Plain names for what the package uses of Lightning's private ones.
 
-Lightning may change these in any release. Nothing else in the package names them but lightning_results.py, for what has
-been logged. tests/test_lightning_internals.py says of each what it is used for and, when Lightning has changed it,
-which function to mend.
+Lightning may change these in any release. Nothing else in the package names them except lightning_results.py, for
+logged values. tests/test_lightning_internals.py says what each is used for and, when Lightning has changed one, which
+function to mend.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
-__all__ = [  # what has another name here; besides, all functions and classes below
+__all__ = [  # those renamed here; the functions and classes below are public, too
     "ChildProcessObserver",
     "DataFetcher",
     "IndexBatchSampler",
@@ -76,7 +76,7 @@ OVERRIDDEN = {
     "_run": "ChildProcessObserver: the others end only if this process does not know that one has failed",
     "_wrapping_function": "MultiProcessingLauncher: a worker tells the others why it fails",
 }
-"""Private methods that classes of the package override, which bear Lightning's names for that reason."""
+"""Private methods of Lightning's that classes of the package override under the same names."""
 
 
 class Method(StrEnum):
@@ -84,11 +84,11 @@ class Method(StrEnum):
 
     VALIDATES = "_should_check_val_fx"  # of an epoch's loop: is validation due after this batch?
     ACCUMULATES = "_should_accumulate"  # of an epoch's loop: do the gradients of this batch wait for those of others?
-    MONITORED_VALUE = "_get_monitor_value"  # of an epoch's loop: what a plateau schedule follows
-    BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of an epoch's loop, before every batch
-    BEFORE_TRANSFER = "_on_before_batch_transfer"  # of a module: the first that is done with a batch
-    AFTER_CLOSURE = "_after_closure"  # of a precision plugin: gradients are there, and the optimizer steps next
-    STORE_RESULTS = "_store_dataloader_outputs"  # of an evaluation's loop: where a dataloader ends, values are reduced
+    MONITORED_VALUE = "_get_monitor_value"  # of an epoch's loop: the metric that a plateau schedule follows
+    BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"  # of an epoch's loop: called before every batch
+    BEFORE_TRANSFER = "_on_before_batch_transfer"  # of a module: called first with every batch
+    AFTER_CLOSURE = "_after_closure"  # of a precision plugin: gradients are computed, and the optimizer steps next
+    STORE_RESULTS = "_store_dataloader_outputs"  # of an evaluation's loop: reduces values at the end of a dataloader
     STORE_GROUPS = "_store"  # of a finetuning callback: keeps the groups of the optimizer
 
 
@@ -105,7 +105,7 @@ def of_its_class(owner: Any, method: Method) -> Callable[..., Any]:
 
 
 class Replacement(partial[Any]):
-    """A function in the place of the method ``name`` of ``owner``. A copy of ``owner`` has its own method there."""
+    """A function in place of the method ``name`` of ``owner``. A copy of ``owner`` has the class's method again."""
 
     def __new__(cls, function: Callable[..., Any], owner: Any, name: str) -> Replacement:
         made = super().__new__(cls, function)
@@ -121,7 +121,7 @@ def _method(owner: Any, name: str) -> Any:
 
 
 def replace(owner: Any, method: Method, replacement: Callable[..., Any]) -> None:
-    """Make Lightning call ``replacement`` in the place of ``owner``'s method."""
+    """Make Lightning call ``replacement`` in place of ``owner``'s method."""
     vars(owner)[method.value] = Replacement(replacement, owner, method.value)
 
 
@@ -159,7 +159,7 @@ def set_process_group_backend(strategy: Any, backend: str) -> None:
 
 
 def given_checkpoint_io(strategy: Any) -> CheckpointIO | None:
-    """Return the plugin that ``strategy`` was given, if any: its property makes one."""
+    """Return the plugin that ``strategy`` was given, or None, where its property ``checkpoint_io`` would make one."""
     io: CheckpointIO | None = strategy._checkpoint_io
     return io
 
@@ -185,7 +185,7 @@ def syncs_batchnorm(strategy: Any) -> bool:
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Return whether ``torch.compile`` has been called with ``module``, and the result given to a Trainer."""
+    """Return whether the user gave the Trainer the result of ``torch.compile(module)``."""
     return module._compiler_ctx is not None
 
 
@@ -215,12 +215,12 @@ def on_requeue_signal(trainer: Trainer, handler: Callable[..., None]) -> None:
 
 
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
-    """Return what a checkpoint of now would hold."""
+    """Return the contents of a checkpoint written now."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def resume_from_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Make Lightning resume from ``state`` once, in the place of any checkpoint."""
+    """Make Lightning resume from ``state`` once, in place of any checkpoint."""
     connector: Any = trainer._checkpoint_connector
 
     def resume_start(*_: Any, **__: Any) -> None:
@@ -231,7 +231,7 @@ def resume_from_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def resume_from(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
-    """Make Lightning resume once from the checkpoint that ``choose`` returns: it gets the path, or None, from which
+    """Make Lightning resume once from the checkpoint that ``choose`` returns, given the path, or None, from which
     Lightning would resume."""
     connector: Any = trainer._checkpoint_connector
 
@@ -253,24 +253,24 @@ def loaders(loop: Any) -> Sequence[Any]:
 
 
 def show_loaders(loop: Any, shown: Callable[[Any], Any]) -> None:
-    """Show users of the Trainer ``shown(loader)`` in the place of each dataloader of ``loop``."""
+    """Show users of the Trainer ``shown(loader)`` in place of each dataloader of ``loop``."""
     if (combined := loop._combined_loader) is not None:
         combined._iterables = tree_unflatten([*map(shown, combined.flattened)], combined._spec)
 
 
 def fetcher(loop: Any) -> DataFetcher | None:
-    """Return the fetcher of the batches of ``loop``, which trains or evaluates."""
+    """Return the object that fetches batches for ``loop``, a training or evaluation loop."""
     found: DataFetcher | None = loop._data_fetcher
     return found
 
 
 def set_fetcher(loop: Any, fetcher: DataFetcher) -> None:
-    """Set the fetcher of the batches of ``loop``, which trains or evaluates."""
+    """Set the object that fetches batches for ``loop``, a training or evaluation loop."""
     loop._data_fetcher = fetcher
 
 
 def evaluation_loop(trainer: Trainer) -> Any:
-    """Return the loop of validation or testing that runs."""
+    """Return the loop of validation or testing that is running."""
     return trainer._evaluation_loop
 
 
@@ -281,12 +281,12 @@ def predictions(trainer: Trainer) -> list[list[Any]]:
 
 
 def validates_in_this_epoch(trainer: Trainer) -> bool:
-    """Return whether this is an epoch of training with validation."""
+    """Return whether this training epoch has validation."""
     return trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
 def may_stop_early(trainer: Trainer) -> bool:
-    """Return whether ``trainer.should_stop`` takes effect now: the least number of epochs and of steps is reached."""
+    """Return whether ``trainer.should_stop`` takes effect now: ``min_epochs`` and ``min_steps`` are reached."""
     return trainer.fit_loop._can_stop_early
 
 
@@ -296,12 +296,12 @@ def skip_next_validation(trainer: Trainer) -> None:
 
 
 def step_schedulers(trainer: Trainer, plateau: bool) -> None:
-    """Step the schedulers of learning rates that step with updates: those that follow a metric, or the others."""
+    """Step the learning rate schedulers that step with each update: those on a plateau, or the others."""
     trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=plateau)
 
 
 def logged_steps(trainer: Trainer) -> int:
-    """Return the number of the step by which loggers are told values."""
+    """Return the step number that loggers get with values."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -312,7 +312,7 @@ def set_logged_steps(trainer: Trainer, number: int) -> None:
 
 @contextmanager
 def due_by_clock(owner: Any, now: bool) -> Iterator[None]:
-    """Make what ``owner`` does by the clock not due within the block, unless it is agreed that it is ``now``."""
+    """Within the block, suspend what ``owner`` does by the clock, unless the ranks agreed that it is due ``now``."""
     timer, saves = isinstance(owner, Timer), isinstance(owner, ModelCheckpoint)
     name = "_duration" if timer else "_train_time_interval" if saves else "_last_val_time"
     before = getattr(owner, name)
@@ -325,7 +325,8 @@ def due_by_clock(owner: Any, now: bool) -> Iterator[None]:
 
 
 def seconds_between(owner: Any) -> Any:
-    """Return after how long a Timer ends training, a callback saves, or a Trainer validates; None if by no clock."""
+    """Return the seconds after which a Timer ends training, a callback saves, or a Trainer validates; None if it does
+    not go by the clock."""
     if isinstance(owner, Timer):
         return owner._duration if owner._interval == "step" else None
     if isinstance(owner, ModelCheckpoint):
@@ -335,7 +336,7 @@ def seconds_between(owner: Any) -> Any:
 
 
 def seconds_left(owner: Any) -> float:
-    """Return in how long that is due."""
+    """Return the seconds until ``owner`` next ends training, saves or validates by the clock."""
     if isinstance(owner, Timer):
         return float(seconds_between(owner) - owner.time_elapsed())
     before: Any = owner._last_time_checked if isinstance(owner, ModelCheckpoint) else owner._last_val_time
@@ -352,13 +353,13 @@ def set_seconds_left(owner: Any, seconds: float) -> None:
 
 
 def steps_between_saves(callback: Callback) -> int:
-    """Return the number of steps between saves of ``callback``; 0 if it does not save after numbers of steps."""
+    """Return the number of steps between saves of ``callback``; 0 if it does not save by steps."""
     steps: int = getattr(callback, "_every_n_train_steps", 0)
     return steps
 
 
 def average_model(callback: Callback) -> nn.Module | None:
-    """Return the copy of the module in which one of Lightning's callbacks averages its weights; None if it has none."""
+    """Return the averaged copy of the module that one of Lightning's callbacks keeps; None if it keeps none."""
     if not isinstance(callback, StochasticWeightAveraging | WeightAveraging):
         return None
     average: nn.Module | None = callback._average_model
@@ -366,8 +367,7 @@ def average_model(callback: Callback) -> nn.Module | None:
 
 
 def take_groups_to_restore(callback: BaseFinetuning) -> Mapping[int, list[dict[str, Any]]]:
-    """Take the groups of each optimizer that ``callback`` has loaded from a checkpoint; it then does not restore
-    them."""
+    """Take each optimizer's groups that ``callback`` has loaded from a checkpoint, so that it does not restore them."""
     if not callback._restarting:
         return {}
     callback._restarting = False
@@ -375,7 +375,7 @@ def take_groups_to_restore(callback: BaseFinetuning) -> Mapping[int, list[dict[s
 
 
 def known_version(logger: Any) -> Any:
-    """Return the number of this run of a logger that numbers its runs; else None."""
+    """Return the number of this run if ``logger`` numbers its runs, else None."""
     return logger.version if hasattr(logger, "_version") else None
 
 
@@ -385,7 +385,7 @@ def set_version(logger: Any, version: int | str) -> None:
 
 
 def has_writer(logger: CSVLogger) -> bool:
-    """Return whether ``logger`` has begun its file."""
+    """Return whether ``logger`` has a writer already."""
     return logger._experiment is not None
 
 
@@ -395,7 +395,7 @@ def set_writer(logger: CSVLogger, writer: ExperimentWriter) -> None:
 
 
 def count_pipelines(monitor: ThroughputMonitor, pipelines: int, stages: float) -> None:
-    """Make ``monitor`` take a pipeline, whose ``stages`` compute at the same time, for what it calls a device."""
+    """Make ``monitor`` treat a pipeline, whose ``stages`` compute at the same time, as one device."""
     for throughput in monitor._throughputs.values():
         throughput.world_size = pipelines
         throughput.available_flops = monitor.available_flops and monitor.available_flops * stages
@@ -407,27 +407,27 @@ def records_modules(profiler: Any) -> bool:
 
 
 OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(LightningModule()), "log"} - {"_hparams"})
-"""Attributes of a module that are not the user's: the hyperparameters are."""
+"""Attributes of a module that are not the user's; ``_hparams`` is left out, since hyperparameters are."""
 
 
 def trainer_of(module: nn.Module) -> Any:
-    """Return the Trainer that runs ``module``, or None; no error where there is none, and no attribute is read."""
+    """Return the Trainer that runs ``module``, or None. The public property would raise in place of None."""
     return vars(module).get("_trainer")
 
 
 def goes_one_by_one(loader: CombinedLoader) -> bool:
-    """Return whether ``loader`` comes to the end of a dataloader before it begins with the next."""
+    """Return whether ``loader`` finishes each dataloader before it begins the next."""
     return loader._mode == "sequential"
 
 
 def as_combined(loader: CombinedLoader, batch: Any) -> Any:
-    """Return a ``batch`` of the only dataloader in ``loader``, in the structure that the user gave."""
+    """Return ``batch``, of the only dataloader in ``loader``, in the structure that the user gave."""
     return tree_unflatten([batch], loader._spec)
 
 
 @contextmanager
 def profiled(fetcher: DataFetcher) -> Iterator[None]:
-    """Make Lightning's profiler count the time of the block as that of fetching a batch."""
+    """Make Lightning's profiler count the time of the block as time to fetch a batch."""
     fetcher._start_profiler()
     try:
         yield
@@ -436,7 +436,7 @@ def profiled(fetcher: DataFetcher) -> Iterator[None]:
 
 
 def batches_of(sampler: IndexBatchSampler) -> Any:
-    """Return the source of the batches of ``sampler``, which remembers the samples that it gave."""
+    """Return the source of the batches of ``sampler``, which remembers the indices that it yields."""
     return sampler._batch_sampler
 
 

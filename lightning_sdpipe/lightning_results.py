@@ -1,6 +1,6 @@
-"""Access to what Lightning has collected of logged values, under names that it keeps private, and its merging.
+"""Reads and merges the logged values that Lightning collects under private names.
 
-Where several pipelines have each evaluated a part of the data, their results are merged as if one process had evaluated
+When several pipelines have each evaluated a part of the data, their results are merged as if one process had evaluated
 all of it: logged values as ``self.log(reduce_fx=...)`` says, and the states of torchmetrics objects by their own
 ``dist_reduce_fx``. As for lightning_internals.py, tests/test_lightning_internals.py says what each private name is for.
 """
@@ -21,20 +21,20 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 _EXACT = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
-"""Reductions of a metric's states that give the same whatever each pipeline has evaluated."""
+"""Reductions of a metric's states whose result does not depend on which pipeline evaluated what."""
 
 
-_MANY = 1000  # values of a container beyond which no metrics are looked for in it
+_MANY = 1000  # containers with more values are not searched for metrics
 
 
 def is_metric(value: object) -> TypeGuard[Metric]:
-    """Return whether ``value`` is an object of torchmetrics. ``isinstance`` would ask 250 classes about each new class
-    of modules, which takes half a millisecond."""
+    """Return whether ``value`` is an object of torchmetrics. ``isinstance`` would ask 250 classes about each new class,
+    which takes half a millisecond."""
     return Metric in type(value).__mro__
 
 
 def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
-    """Make ``trainer.callback_metrics`` hold ``values``: it is made anew from the results at each access."""
+    """Make ``trainer.callback_metrics`` hold ``values``, now and whenever Lightning makes it anew from the results."""
     on_step = trainer._logger_connector._first_loop_iter is not None
     results = trainer._results
     for _, result in results.valid_items() if results else ():
@@ -45,8 +45,8 @@ def adopt_metrics(trainer: Trainer, values: Mapping[str, Tensor]) -> None:
 
 
 def values_to_reduce(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return how each value was logged for whose reduction a worker will wait for others next, by its key, and in the
-    order of the reductions."""
+    """Return how each value was logged whose next reduction needs other workers, by key, in the order of the
+    reductions."""
     results = trainer._results
     return {
         key: _options(result.meta)
@@ -56,8 +56,7 @@ def values_to_reduce(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def expect_values(trainer: Trainer, each: Mapping[str, Mapping[str, Any]]) -> None:
-    """Make ``trainer`` reduce these values next, in this order, also those that it has not logged itself: its share of
-    them is nothing.
+    """Make ``trainer`` reduce these values next, in this order; to those that it has not logged it contributes nothing.
 
     Args:
         trainer: about to reduce what it has logged.
@@ -80,7 +79,7 @@ def expect_values(trainer: Trainer, each: Mapping[str, Mapping[str, Any]]) -> No
 
 
 def names_logged_by_step(trainer: Trainer) -> set[str]:
-    """Return the names of the values that the training step of this batch has logged."""
+    """Return the names of the values that this batch's training step has logged."""
     results = trainer.fit_loop.epoch_loop._results
     logged = [result for _, result in results.valid_items() if result.meta.on_step]
     return {name for result in logged for name in (result.meta.name, results._forked_name(result, True)[1])}
@@ -88,7 +87,7 @@ def names_logged_by_step(trainer: Trainer) -> set[str]:
 
 def metrics_of(module: LightningModule, callbacks: Sequence[object]) -> dict[str, Metric]:
     """Return the torchmetrics objects of ``module`` and of the user's callbacks, also those in containers, by a name
-    that is the same in all processes. Each of a collection has its state then, also where several share one."""
+    that is the same in all processes. Metrics of a collection that share a state then refer to it, too."""
     found: dict[str, Metric] = {}
     known: set[int] = set()
 
@@ -110,7 +109,7 @@ def metrics_of(module: LightningModule, callbacks: Sequence[object]) -> dict[str
 
 
 def _nested(place: str, value: Any, depth: int = 3) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in a container, and in those in it."""
+    """Yield the modules in a container and in the containers nested in it."""
     if isinstance(value, nn.Module):
         yield place, value
     elif isinstance(value, (dict, list, tuple)) and depth and len(value) <= _MANY:
@@ -126,8 +125,8 @@ def pack_metrics(metrics: Mapping[str, Metric]) -> bytes:
 
 
 def unpack_metrics(metrics: Mapping[str, Metric], packed: bytes) -> None:
-    """Give torchmetrics objects the states that :func:`pack_metrics` has packed of another worker's. How often they
-    were updated here stays as it is."""
+    """Give torchmetrics objects the states that another worker has packed with :func:`pack_metrics`. Their update
+    counts stay as they are."""
     states = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
     for name, metric in metrics.items():
         for key, value in states.get(name, {}).items():
@@ -140,12 +139,12 @@ def _moved(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def value_of_batch(metric: Metric) -> Any:
-    """Return what ``metric`` has computed of the last batch alone, and what ``self.log`` shows of a step; or None."""
+    """Return the value of ``metric`` for the last batch alone, which ``self.log`` shows for a step; or None."""
     return metric._forward_cache
 
 
 def set_value_of_batch(metric: Metric, value: Tensor) -> None:
-    """Set what ``self.log`` shows of a step."""
+    """Set the value that ``self.log`` shows for a step."""
     metric._forward_cache = value  # type: ignore[assignment]
 
 
@@ -161,11 +160,11 @@ def updated_metrics(module: LightningModule, before: Mapping[str, int]) -> dict[
 
 
 def why_not_merged(metrics: Mapping[str, Metric], has_own_rule: Callable[[Metric], bool]) -> str | None:
-    """Return the reason, which names one of ``metrics``, why their states cannot be merged; None if they can.
+    """Return why the states of ``metrics`` cannot be merged, naming one of them; None if they can.
 
     Args:
         metrics: by their names.
-        has_own_rule: returns whether the user has said how a metric is gathered from processes.
+        has_own_rule: returns whether a metric has the user's own ``dist_sync_fn``.
     """
     for name, metric in metrics.items():
         if has_own_rule(metric):
@@ -190,11 +189,11 @@ def pack_results(trainer: Trainer, metrics: Mapping[str, Metric]) -> bytes:
 
 
 def merge_results(trainer: Trainer, each: Sequence[bytes]) -> None:
-    """Replace the results of ``trainer`` by those of several pipelines, which :func:`pack_results` has packed.
+    """Replace the results of ``trainer`` by those of several pipelines, packed by :func:`pack_results`.
 
     Args:
-        trainer: evaluates; its own results are among them.
-        each: of all pipelines, in the same order on all of them, so that all have the same bits afterwards.
+        trainer: the trainer, whose own results are among them.
+        each: the results of all pipelines, in the same order on all of them, so that all merge to the same bits.
     """
     parts = [torch.load(io.BytesIO(data), weights_only=True) for data in each]
     results: Any = trainer._results
@@ -204,11 +203,11 @@ def merge_results(trainer: Trainer, each: Sequence[bytes]) -> None:
         options = said[0]["options"]
         name = options["metric_attribute"]
         value = said[0]["states"]["value"] if name is None else module.get_submodule(name)
-        if key not in results:  # this pipeline has never logged it; when it does, it may be with other options
+        if key not in results:  # this pipeline has never logged it; it may do so later with other options
             results.log(value=value, batch_size=1, **options)
             results[f"{key} of others"] = results.pop(key)
             key = f"{key} of others"
-        elif results[key].has_reset:  # it has, in an earlier evaluation
+        elif results[key].has_reset:  # logged in an earlier evaluation only
             results.update_metrics(key, value, 1)
         _merge_logged(results[key], said)
     metrics = _metrics(module)
@@ -221,7 +220,7 @@ def _metrics(module: LightningModule) -> dict[str, Metric]:
 
 
 def _packed(result: Any) -> dict[str, Any]:
-    """Return how a value was logged, and its states: none for a torchmetrics object, which has its own."""
+    """Return how a value was logged, and its states; none for a torchmetrics object, which packs its own."""
     kept = ("value", "cumulated_batch_size") if result.meta.is_mean_reduction else ("value",)
     return {
         "options": _options(result.meta),
@@ -230,7 +229,7 @@ def _packed(result: Any) -> dict[str, Any]:
 
 
 def _options(meta: Any) -> dict[str, Any]:
-    """Return how a value was logged."""
+    """Return the options with which a value was logged."""
     suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx and meta.dataloader_idx is not None else ""
     same = ("name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
     options = {name: getattr(meta, name) for name in (*same, "metric_attribute")}
@@ -253,7 +252,7 @@ def _merge_logged(result: Any, said: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _states(metric: Metric) -> list[Tensor]:
-    """Return the tensors that ``metric`` would give to other processes, in its own order."""
+    """Return the tensors that ``metric`` would gather from each process, in its own order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor, group: Any = None) -> list[Tensor]:

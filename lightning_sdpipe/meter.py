@@ -1,13 +1,12 @@
-"""Meter of a worker's training thread: which phase it is in, one at a time, and for how long.
+"""Measures how long a worker's training thread spends in each phase.
 
-Each thread has its own meter, so that work beside training does not count. Phases are entered and left as on a stack,
-and time counts for the top one: a forward from 0 to 9 around a sleep from 3 to 5 is 7 of forward and 2 of injected. At
-the end of an update the time since the one before is a :class:`MeterRow` of whole microseconds, in which nothing is
-lost or counted twice. A worker's own time contains no wait for another worker: it distinguishes a slow worker from
-those that wait for it.
+Each thread has its own meter, so work beside training does not count. Phases form a stack, and time counts for the top
+one: a forward from 0 to 9 around a sleep from 3 to 5 is 7 of forward and 2 of injected. At the end of an update, the
+time since the previous one becomes a :class:`MeterRow` of whole microseconds, in which nothing is lost or counted
+twice. A worker's own time excludes waits for other workers, which tells a slow worker from those that wait for it.
 
-The newest spans are kept, too: which phase was on top from when to when, except ``other``, with marks in between: the
-end of an update, and the message to or from a neighbour of the pipeline that was sent or had come.
+The newest spans are kept, too: the phase on top, except ``other``, with its beginning and end. Marks between them tell
+when an update ended, and when a message to or from a neighbour in the pipeline was sent or had come.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ PHASES = (
     *("other", "data", "forward", "backward", "optimizer", "injected", "gc"),
     *("wait_up", "wait_down", "send", "wait_stage", "wait_group", "exchange"),
 )
-"""Phases of a training thread. ``other`` is the time outside of all spans. ``wait_up`` waits for activations of the
-previous stage, ``wait_down`` for gradients of the next, ``send`` until a neighbour has taken what was sent, and
-``wait_stage`` for anything else of the same pipeline; ``wait_group`` waits for replicas, and ``exchange`` moves tensors
+"""Phases of a training thread. ``other`` is the time outside all spans. ``wait_up`` waits for activations from the
+previous stage, ``wait_down`` for gradients from the next, ``send`` for a neighbour to take a message, and
+``wait_stage`` for anything else in the same pipeline; ``wait_group`` waits for replicas, and ``exchange`` moves tensors
 between them."""
 OTHER, DATA, FORWARD, BACKWARD, OPTIMIZER, INJECTED, GC, WAIT_UP, WAIT_DOWN, SEND, WAIT_STAGE, WAIT_GROUP, EXCHANGE = (
     range(len(PHASES))
 )
 OWN = WAIT_UP
-"""Number of first phases that are a worker's own time."""
+"""The phases below this number are a worker's own time."""
 FOR_NEIGHBOURS = WAIT_UP, WAIT_DOWN, SEND
 
 UPDATE, START, SENT, RECEIVED, HIDDEN = -1, -2, -3, -4, -5
 """Marks among the spans: the update of that number has ended; earlier time belongs to no update; a message was sent, or
-had come; and a span of another thread of this worker, which moved tensors beside the training."""
+had come; another thread of this worker moved tensors beside the training."""
 LANES = 1 << 16
-"""Factor of a message's number on its lane in its mark; the number of the lane, which both ends know, is added."""
+"""A message's mark has the number LANES × its number on its lane + the lane's number, which both ends know."""
 SPANS = 16384
-"""Number of spans that are kept, including marks."""
+"""Number of spans and marks that are kept."""
 
 CLOCK = time.perf_counter_ns
 _AGAIN = 0.01
@@ -55,8 +54,8 @@ _AGAIN = 0.01
 
 
 class MeterRow(NamedTuple):
-    """The times of an update: microseconds of each phase, and those in which the thread was ready to run and had no
-    core. ``ended`` is the time of :data:`CLOCK`. ``follows``: it began where another row ended."""
+    """The times of an update: microseconds in each phase, and microseconds in which the thread was ready to run but had
+    no core. ``ended`` is a time of the meter's clock; ``follows`` says that the row began where another ended."""
 
     us: tuple[int, ...]
     core: int
@@ -65,7 +64,7 @@ class MeterRow(NamedTuple):
 
 
 class Span:
-    """A phase, as a context; the same object may be entered again and again."""
+    """A phase, as a context that can be entered repeatedly."""
 
     __slots__ = ("_meter", "_phase")
 
@@ -86,24 +85,24 @@ class Meter:
     """The meter of a thread; see the module's docstring.
 
     Args:
-        clock: gives nanoseconds.
-        core_wait: gives the nanoseconds for which the thread was ready and had no core; by default those that Linux
-            counts.
+        clock: returns nanoseconds.
+        core_wait: returns the nanoseconds for which the thread was ready to run but had no core; by default those that
+            Linux counts.
     """
 
     def __init__(self, clock: Callable[[], int] = CLOCK, core_wait: Callable[[], int] | None = None) -> None:
         self.spans = [Span(self, phase) for phase in range(len(PHASES))]
-        """Nanoseconds of each phase."""
+        """The context of each phase."""
         self.core_wait = core_wait or self._core_wait
         self.kept: deque[tuple[int, int, int]] = deque(maxlen=SPANS)
-        """Spans, each a phase, its begin and its end; and marks: kind, time, and number."""
+        """Spans (phase, begin, end) and marks (kind, time, number)."""
         self._clock = clock
         self._totals = [0] * len(PHASES)
         self._stack = [OTHER]
         self._since = clock()
         self._marked = self._follows = False
         self._mark = [0] * len(PHASES)
-        """Microseconds of each phase at the end of the last update, and of ``core_wait``."""
+        """Microseconds of each phase at the end of the last update; ``_core_mark`` has those of ``core_wait``."""
         self._core_mark = 0
         self._waited = 0.0
         self._descriptor: int | None = None
@@ -115,7 +114,7 @@ class Meter:
         return self.spans[phase] if self._stack[-1] < OWN else _NO_SPAN
 
     def seconds(self, *phases: int) -> float:
-        """Return the seconds in all of these phases since this thread began."""
+        """Return the total seconds in these phases since the meter was made."""
         return sum(self._totals[phase] for phase in phases) / 1e9
 
     def start(self) -> None:
@@ -128,14 +127,14 @@ class Meter:
         self.kept.append((what, self._since, number))
 
     def recent(self, updates: int, until: int) -> list[tuple[int, int, int]]:
-        """Return the spans and marks of the last ``updates`` updates that had ended at ``until``, and of the time
-        between them; may be called by any thread."""
-        kept = list(self.kept)  # at once, as long as one thread runs Python at a time
+        """Return the spans and marks of the last ``updates`` updates that had ended by ``until``, and of the time
+        between them; any thread may call it."""
+        kept = list(self.kept)  # atomic, as long as one thread runs Python at a time
         ends = [index for index, (what, at, _) in enumerate(kept) if what == UPDATE and at <= until]
         return kept[ends[max(0, len(ends) - 1 - updates)] : ends[-1] + 1] if len(ends) > 1 else []
 
     def update_ended(self, waited: float) -> MeterRow | None:
-        """End an update; ``waited`` is the exchange's total of seconds that it has waited for replicas so far. Return
+        """End an update; ``waited`` is the total seconds for which the exchange has waited for replicas so far. Return
         None for the first update after :meth:`start`, which only marks the beginning of the next."""
         self.change()
         totals, more, self._waited = self._totals, waited - self._waited, waited
@@ -160,10 +159,10 @@ class Meter:
         """Count the time until now for the top phase; return the stack, whose top counts from now on."""
         now = self._clock()
         passed = now - self._since
-        if passed > 0:  # else garbage was collected after the clock was read, and counted until later
+        if passed > 0:  # else a garbage collection after the clock was read has already counted this time
             phase, since = self._stack[-1], self._since
             self._totals[phase] += passed
-            self._since = now  # before anything is allocated, which may collect garbage
+            self._since = now  # before any allocation, which may collect garbage
             if phase:
                 self.kept.append((phase, since, now))
         return self._stack
@@ -191,7 +190,7 @@ class Traffic:
             self.bytes += sent
 
     def __reduce__(self) -> tuple[type[Traffic], tuple[int]]:
-        return Traffic, (self.bytes,)  # a lock stays where it is
+        return Traffic, (self.bytes,)  # a lock cannot be pickled
 
 
 class _Local(threading.local):
@@ -210,32 +209,32 @@ def current() -> Meter:
 
 
 def phase(number: int) -> Span:
-    """Return a context whose time counts for that phase."""
+    """Return a context whose time counts for phase ``number``."""
     return (_local.meter or current()).spans[number]
 
 
 def seconds_without_a_core() -> float:
-    """Return the seconds for which this thread has waited for a core so far, as Linux counts them; 0 where they are
-    not counted."""
+    """Return the seconds for which this thread has waited for a core so far, as Linux counts them; 0 on other
+    systems."""
     return current().core_wait() / 1e9
 
 
 def _forget() -> None:
-    """Drop the meter in a forked process, since its file is of the parent's thread."""
+    """Drop the meter in a forked process, since its file describes the parent's thread."""
     meter, _local.meter = _local.meter, None
     if meter is not None:
         meter.close()
 
 
 def count_collections() -> Callable[[], None]:
-    """Count full garbage collections, which stop this thread, from now on; return the function that ends that.
+    """Count full garbage collections, which stop this thread, from now on; return a function that stops counting.
 
-    Python prints what is raised in a callback of its collector, and drops it. A Ctrl-C that arrives during a collection
-    would be raised in the next callback, so it is sent again when that is over.
+    Python prints and drops what is raised in a callback of its collector. A Ctrl-C that arrives during a collection
+    would be raised in the next callback, so it is sent again afterwards.
     """
     meter, thread, get_ident = current(), threading.get_ident(), threading.get_ident
 
-    def collecting(event: str, info: dict[str, int]) -> None:  # in a forked child, of the parent's meter
+    def collecting(event: str, info: dict[str, int]) -> None:  # a forked child counts on the parent's meter
         if info["generation"] == 2 and get_ident() == thread:
             if event == "start":
                 meter.spans[GC].__enter__()

@@ -1,4 +1,4 @@
-"""Ending of OpenMP's threads, which do not survive a fork."""
+"""Ends OpenMP's threads, which do not survive a fork."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SOFT = 1  # omp_pause_soft: settings stay
 def end_threads() -> None:
     """End the threads that GNU's OpenMP keeps for the calling thread; the next parallel region starts them again.
 
-    A forked child inherits the record of these threads without the threads, and its first parallel region waits for
-    them for ever. Called right before a fork, this leaves parent and child with none. Other implementations of OpenMP
-    start anew in a child by themselves. A process may have loaded several copies of GNU's: torch brings one, and so
-    does scikit-learn.
+    A forked child inherits the record of these threads but not the threads, and its first parallel region waits for
+    them forever. Called right before a fork, this leaves parent and child with none. Other implementations of OpenMP
+    start afresh in a child. A process may have loaded several copies of GNU's: torch brings one, and so does
+    scikit-learn.
     """
     if sys.platform != "linux":
         return

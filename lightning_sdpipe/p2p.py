@@ -1,4 +1,4 @@
-"""Transfers over a process group, staged through pinned memory where gloo moves an accelerator's tensors. Failures name
+"""Transfers over a process group, staged through pinned memory where gloo moves an accelerator's tensors. Errors name
 the peers."""
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 
 @unique
 class Tag(IntEnum):
-    """Tags of messages that are neither a link's, whose tags count from 0, nor an exchange's, which has its number.
+    """Tags of messages other than those of links, whose tags count from 0, and of exchanges, whose number is the tag.
 
-    A receive takes the next message of its tag, so each purpose has one of its own.
+    A receive takes the next message with its tag, so each purpose has a tag of its own.
     """
 
     QUESTION = 2**31 - 16  # never sent
@@ -49,14 +49,14 @@ class Tag(IntEnum):
 
 
 class Wait(Protocol):
-    """A wait of a thread for other workers; its description is for people."""
+    """A thread's wait for other workers; ``str`` describes it to users."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Those that are waited for, by their global ranks."""
+        """The global ranks that are waited for."""
 
     def lost(self) -> WorkerFailedError | None:
-        """Return an error if what is waited for can never come; any thread may ask."""
+        """Return an error if the wait can never succeed; any thread may ask."""
 
 
 _waited_for: dict[Wait, None] = {}
@@ -84,7 +84,7 @@ class Transfer:
     where: tuple[Any, int] | None = None  # the process group, and the peer's rank in the world
 
     def wait(self, phase: int = meter.WAIT_STAGE) -> list[Tensor]:
-        """Block until the peer has taken (or delivered) everything; the meter counts that as ``phase``.
+        """Block until the peer has taken or delivered everything; the meter counts the time as ``phase``.
 
         Raises:
             WorkerFailedError: the peer closed the connection or the group's timeout passed; the message names the peer.
@@ -106,7 +106,7 @@ class Transfer:
         return self.tensors
 
     def failed(self, error: RuntimeError) -> WorkerFailedError:
-        """Return the error of this transfer that ``error`` is, with the name of the peer."""
+        """Return ``error`` as a failure of this transfer that names the peer."""
         return WorkerFailedError(f"{self} failed: {str(error).splitlines()[0]}")
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Transfer:
         return [] if self.where is None else [self.where[1]]
 
     def lost(self) -> WorkerFailedError | None:
-        """Return the error of this transfer if there is no connection to the peer any more; any thread may ask."""
+        """Return an error if the connection to the peer is lost; any thread may ask."""
         if self.where is None:
             return None
         group, rank = self.where
@@ -127,7 +127,7 @@ class Transfer:
     def start(
         self, begin: Callable[..., dist.Work | None], tensors: Sequence[Tensor], rank: int, group: Any, tag: int
     ) -> None:
-        """Start sending or receiving ``tensors``, in their order, by ``begin``."""
+        """Start sending or receiving ``tensors``, in order, with ``begin``."""
         self.where = group, rank
         try:
             with unrecorded():
@@ -141,19 +141,19 @@ class Transfer:
 
 
 class unrecorded:
-    """Surrounds the start of a transfer between two workers. A profiler of torch would record it until it is waited
-    for, and if that is in another cycle of the profiler, torch writes to memory that it has freed (seen in 2.13)."""
+    """Hides the start of a transfer between two workers from torch's profiler, which would record the transfer until
+    it is waited for. If that is in another cycle of the profiler, torch writes to freed memory (seen in 2.13)."""
 
     def __enter__(self) -> None:
-        torch._C._autograd._enable_record_function(False)  # of this thread; torch names it with an underscore only
+        torch._C._autograd._enable_record_function(False)  # for this thread; torch has no public name for it
 
     def __exit__(self, *_: object) -> None:
         torch._C._autograd._enable_record_function(True)
 
 
 class waiting_for:
-    """Surrounds a collective of ``group``: WorkerFailedError names its members if one of them is gone, or late, and the
-    usual ``cause`` of that, if it has one."""
+    """Surrounds a collective of ``group``: if a member is gone or late, WorkerFailedError names the members and the
+    usual ``cause``, if given."""
 
     __slots__ = ("_cause", "_group", "_purpose", "_waiting")
 
@@ -173,12 +173,12 @@ class waiting_for:
         return dist.get_process_group_ranks(self._group)
 
     def lost(self) -> None:
-        """Do nothing: gloo tells all that wait in a collective."""
+        """Do nothing: gloo itself ends all waits in a collective."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         del _waited_for[self]
         self._waiting.__exit__(kind, error, trace)
-        if error is None or isinstance(error, WorkerFailedError):  # whose message says more
+        if error is None or isinstance(error, WorkerFailedError):  # its message already says more
             return
         if isinstance(error, RuntimeError):
             reason = str(error).splitlines()[0]
@@ -186,9 +186,9 @@ class waiting_for:
 
 
 def lost_connection(group: Any, rank: int) -> str:
-    """Return why ``group``, of gloo, has no connection to its member ``rank`` any more; empty if it has one.
+    """Return why the gloo ``group`` has lost its connection to its member ``rank``; empty if it has one.
 
-    gloo notes at once that a connection has ended, and tells all that wait for a message over it, but for the one that
+    gloo notes at once that a connection has ended, and ends all waits for messages over it, except for the message that
     was under way: that wait goes on to its timeout. A receive that begins now fails. Any thread may ask.
     """
     try:
@@ -201,29 +201,29 @@ def lost_connection(group: Any, rank: int) -> str:
 
 
 def close_connections(group: Any) -> None:
-    """Close all connections of ``group``, of gloo, so that all waits for its messages end: a wait that times out does
-    that."""
-    for peer in {*range(group.size())} - {group.rank()}:  # one that is gone cannot time out
+    """Close all connections of the gloo ``group``, so that all waits for its messages end. gloo closes them when a wait
+    times out, so this lets one time out."""
+    for peer in {*range(group.size())} - {group.rank()}:  # all, since a wait for a lost peer cannot time out
         with suppress(RuntimeError):  # the timeout is expected
             group.recv([torch.zeros(1)], peer, Tag.CLOSING).wait(timedelta(milliseconds=1))
 
 
 def waited_for() -> set[Wait]:
-    """Return what threads of this process wait for at this moment."""
+    """Return the current waits of this process's threads."""
     return set(_waited_for)
 
 
 _TCP_INFO = struct.Struct("=24xI28xI60xQQ")
-"""Of Linux's ``tcp_info``: segments without an acknowledgement, milliseconds since the last one, and bytes that the
-peer has acknowledged, and that have come."""
-_MOMENT, _ASKING = 0.25, 256  # seconds, and more bytes than a few questions of gloo in that time (48 each)
+"""Fields of Linux's ``tcp_info``: segments not yet acknowledged, milliseconds since the last acknowledgement, bytes
+acknowledged by the peer, and bytes received."""
+_MOMENT, _ASKING = 0.25, 256  # seconds, and more bytes than a few of gloo's questions (48 each) take in that time
 _libc = ctypes.CDLL(None)
 
 
 def traffic(without: Collection[int], silence: float) -> tuple[int, set[str]] | None:
     """Return the bytes that this process's TCP connections have moved so far, and the addresses of peers whose machines
-    have acknowledged nothing of what was sent for ``silence`` seconds; connections to and from the ports ``without`` do
-    not count. Return None on systems other than Linux."""
+    have left data unacknowledged for ``silence`` seconds. Connections to and from the ports ``without`` do not count.
+    Return None on systems other than Linux."""
     moved, silent = 0, set()
     own, peer, size = ctypes.create_string_buffer(28), ctypes.create_string_buffer(28), ctypes.c_uint32()
     for descriptor in (found := _sockets()):
@@ -245,12 +245,12 @@ def traffic(without: Collection[int], silence: float) -> tuple[int, set[str]] | 
 
 
 class Connections:
-    """The connections that this process makes within the block, those of a process group of gloo, and what they carry.
-    What another thread connects meanwhile is taken for one of them."""
+    """The connections of a gloo process group that this process makes within the block, and the bytes that they carry.
+    Connections that another thread makes meanwhile are included."""
 
     def __init__(self) -> None:
         self.given_up = threading.Event()
-        """Set when nothing more is to move over them: waits for messages end soon after."""
+        """Set when the connections are given up; waits for their messages end soon after."""
         self._made: dict[int, str] = {}
         self._lock = threading.Lock()
         self._carried: dict[int, int] = {}
@@ -265,8 +265,8 @@ class Connections:
 
     def moved(self) -> int:
         """Return the bytes that they have moved so far, as of a moment ago; any thread may ask. gloo's questions
-        whether a connection is there (:func:`lost_connection`) are not counted, so what carries less than a kilobyte a
-        second stands still. Systems other than Linux do not tell, and nothing stands still there."""
+        whether a connection is there (:func:`lost_connection`) do not count, so a connection that carries less than a
+        kilobyte a second seems idle. Where the system does not tell (other than Linux), the number always grows."""
         now = time.monotonic()
         with self._lock:
             if now >= self._looked_at + _MOMENT:
@@ -283,8 +283,7 @@ class Connections:
 
 
 def _sockets() -> dict[int, str]:
-    """Return the descriptors of this process's sockets, and a name of each that no other socket has; empty on systems
-    other than Linux."""
+    """Return the unique name of each of this process's sockets, by descriptor; empty on systems other than Linux."""
     found: dict[int, str] = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -295,7 +294,7 @@ def _sockets() -> dict[int, str]:
 
 
 def _tcp_info(descriptor: int) -> tuple[int, int, int, int] | None:
-    """Return what :data:`_TCP_INFO` has of a connection; None for another kind of socket."""
+    """Return the fields of :data:`_TCP_INFO` for a connection; None for another kind of socket."""
     info, size = ctypes.create_string_buffer(_TCP_INFO.size), ctypes.c_uint32(_TCP_INFO.size)
     if _libc.getsockopt(descriptor, sockets.IPPROTO_TCP, sockets.TCP_INFO, info, ctypes.byref(size)):
         return None
@@ -303,8 +302,8 @@ def _tcp_info(descriptor: int) -> tuple[int, int, int, int] | None:
 
 
 def labelled(what: str, micro_batch: int | None = None) -> AbstractContextManager[object]:
-    """Return a context that labels ``what`` a worker does, perhaps for one ``micro_batch``, for a profiler of torch,
-    which shows it as ``sdpipe:forward 3``. Nothing is created while no profiler runs."""
+    """Return a context that labels ``what`` a worker does, perhaps for one ``micro_batch``, in torch's profiler, as in
+    ``sdpipe:forward 3``. Nothing is created while no profiler runs."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"sdpipe:{what}" if micro_batch is None else f"sdpipe:{what} {micro_batch}")
@@ -314,8 +313,8 @@ _NOTHING = nullcontext()
 
 
 def backend_for(device: torch.device, group: Any) -> str:
-    """Return the name of the backend that moves tensors of ``device`` in ``group``, which may have different backends
-    for types of devices. It is gloo where there is none: messages then go through the memory of the host."""
+    """Return the name of the backend that moves tensors of ``device`` in ``group``. If the group has none for this type
+    of device, it is gloo, and messages go through host memory."""
     if not isinstance(group, dist.ProcessGroup):  # a backend by itself
         return str(group.name())
     if device.type not in {known.type for known in group._device_types}:
@@ -324,12 +323,12 @@ def backend_for(device: torch.device, group: Any) -> str:
 
 
 def through_host(tensor: Tensor, group: Any) -> bool:
-    """Return whether a message with ``tensor`` must go through the memory of the host, since gloo reads no other."""
+    """Return whether a message with ``tensor`` must go through host memory, since gloo reads no other."""
     return tensor.device.type != "cpu" and backend_for(tensor.device, group) == "gloo"
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """Return pinned memory of the host for the values of ``tensor``."""
+    """Return a pinned tensor in host memory with the shape of ``tensor``."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
@@ -339,10 +338,10 @@ def _landing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _departing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensor of which the network reads a message with the values of ``tensor``."""
+    """Return the tensor from which the network reads a message with the values of ``tensor``."""
     payload = tensor.detach().contiguous()
     if through_host(payload, group):
-        payload = pinned_like(payload).copy_(payload)  # waits for the computation of its values
+        payload = pinned_like(payload).copy_(payload)  # waits until its values are computed
     return payload
 
 
@@ -362,8 +361,8 @@ def receive(into: Sequence[Tensor], source: int, group: dist.ProcessGroup, tag: 
 
 
 def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: str, first: int = 8) -> Transfer:
-    """Send a byte string of any length, after 8 bytes that tell the length; the ``first`` bytes are one message, which
-    is filled up and is the only one where all fits in."""
+    """Start sending a byte string of any length, preceded by its length in 8 bytes. The first message has ``first``
+    bytes, padded if need be; a second one follows if they do not hold everything."""
     whole = bytearray(max(first, 8 + len(data)))
     whole[:8], whole[8 : 8 + len(data)] = len(data).to_bytes(8, "little"), data
     payload = torch.frombuffer(whole, dtype=torch.uint8)
@@ -371,7 +370,7 @@ def send_bytes(data: bytes, to: int, group: dist.ProcessGroup, tag: int, peer: s
 
 
 def receive_bytes(source: int, group: dist.ProcessGroup, tag: int, peer: str, first: int = 8) -> bytes:
-    """Wait for a byte string that the peer sent with :func:`send_bytes`, and as large a ``first`` message."""
+    """Wait for a byte string that the peer sent with :func:`send_bytes` and the same ``first``."""
     begun = receive([torch.empty(first, dtype=torch.uint8)], source, group, tag, peer).wait()[0].numpy().tobytes()
     length = int.from_bytes(begun[:8], "little")
     (rest,) = receive([torch.empty(max(0, 8 + length - first), dtype=torch.uint8)], source, group, tag, peer).wait()

@@ -1,15 +1,15 @@
 """Random numbers that depend neither on where the model is cut nor on which pipeline trains a batch.
 
-While a step runs, user code outside of the blocks draws from one stream for each (seed, epoch, position of the batch,
-micro-batch), which all stages of a pipeline share, and every block draws from a separate stream. A block's call, and
-that of its stand-in, begins and ends by seeding the generators from the seed that they had. So draws within a block do
-not affect later ones, and a stage that does not run the block stays in step. Recomputation sees the same numbers, since
+While a step runs, user code outside the blocks draws from one stream for each (seed, epoch, position of the batch,
+micro-batch), which all stages of a pipeline share, and every block draws from its own stream. A call of a block or of
+its stand-in begins and ends by seeding the generators from the seed that they had, so draws within a block do not
+affect later ones, and a stage that does not run the block stays in step. Recomputation sees the same numbers, since
 activation checkpointing restores that seed.
 
 The generators are torch's on the CPU and on the worker's device, Python's and NumPy's.
 
-Loading of batches has separate streams: a :class:`Stream` goes on where it ended, and a data set's draws are seeded by
-:func:`seed_generators` for each batch.
+Batches are loaded with other streams: a :class:`Stream` continues where it ended, and :func:`seed_generators` seeds a
+data set's draws for each batch.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _seed_python: Any = random.Random.__base__.seed  # type: ignore[union-attr]
 
 _START = 0x9E3779B97F4A7C15
 WITHIN, AFTER = 1, 2
-"""Ends of the key of a block's own stream, and of the stream that follows it."""
+"""Last numbers of the keys of a block's own stream and of the stream that follows it."""
 
 
 def mix(*numbers: int, state: int = _START) -> int:
-    """Return a seed, from 0 to 2⁶² − 1, that is unrelated to those of other numbers; ``state`` is that of
-    :func:`mixed` for numbers before these."""
+    """Return a seed, from 0 to 2⁶² − 1, that is unrelated to the seeds of other numbers. ``state`` is the result of
+    :func:`mixed` for any numbers before these."""
     return mixed(*numbers, state=state) >> 2
 
 
 def mixed(*numbers: int, state: int = _START) -> int:
-    """Return the state of :func:`mix` after these numbers: the finaliser of SplitMix64 (Steele et al. 2014) after each
-    of them."""
+    """Return the state of :func:`mix` after these numbers: it applies the finaliser of SplitMix64 (Steele et al. 2014)
+    for each."""
     for number in numbers:
         state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
@@ -50,16 +50,16 @@ def mixed(*numbers: int, state: int = _START) -> int:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the generator of an accelerator's draws.
+    """Return the random generator of an accelerator.
 
     Raises:
-        ConfigurationError: torch does not name it.
+        ConfigurationError: torch does not expose it.
     """
     if device.type == "mps":
         return torch.mps._get_default_mps_generator()
     module = torch.get_device_module(device)
     if hasattr(module, "init"):
-        module.init()  # which fills the list
+        module.init()  # fills default_generators
     generators = getattr(module, "default_generators", ())
     index = module.current_device() if device.index is None else device.index
     if index >= len(generators):
@@ -72,27 +72,23 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 class RandomStreams:
-    """Generators of one worker.
-
-    Args:
-        device: the device where it computes.
-    """
+    """The random generators of one worker, which computes on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = [torch.default_generator]
         self.current: Callable[[], int] = torch.default_generator.initial_seed
-        """Returns the seed of the stream that is drawn from."""
+        """Returns the seed of the current stream."""
         if device.type != "cpu":
             self._torch.append(generator_of(device))
 
     def begin(self, *key: int, state: int = _START) -> None:
-        """Begin the stream of ``key``, from which user code draws from now on; ``state`` is that of :func:`mixed` for
-        the numbers before these.
+        """Begin the stream of ``key``, from which user code draws from now on; ``state`` is the result of :func:`mixed`
+        for any numbers before these.
 
-        The stream of a block is that of (the seed before it, the block, :data:`WITHIN`), and it ends with that of
+        A block's stream has the key (the seed before it, the block, :data:`WITHIN`), and the stream after it the key
         (the same seed, the block, :data:`AFTER`), whether the block has run here or on another stage.
         """
-        for number in key:  # as mixed() and _seed(), in line: a step begins some 16 streams
+        for number in key:  # mixed() and _seed() inlined for speed: a step begins some 16 streams
             state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
             state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
             state ^= state >> 31
@@ -104,7 +100,8 @@ class RandomStreams:
         np.random.seed(seed & 0xFFFFFFFF)
 
     def drawn_from(self) -> bool:
-        """Return whether anything has been drawn since the stream began. Then another stream must begin."""
+        """Return whether anything has been drawn since the stream began. Begin another stream afterwards, since this
+        call moves the generators."""
         found = self._fingerprint()
         _seed(self._torch, self.current())
         return found != self._fingerprint()
@@ -116,8 +113,8 @@ class RandomStreams:
 
 @contextmanager
 def beginning_again() -> Iterator[None]:
-    """Begin the stream that is drawn from now again after the block, whatever draws in it. Its place in the stream does
-    not stay: to keep NumPy's generator takes 0.1 ms."""
+    """After the block, begin the current stream again from its start. Its position is not kept, since saving NumPy's
+    state takes 0.1 ms."""
     seed = torch.default_generator.initial_seed()
     try:
         yield
@@ -126,11 +123,7 @@ def beginning_again() -> Iterator[None]:
 
 
 class Stream:
-    """Random numbers of the CPU that go on where they ended.
-
-    Args:
-        seed: seed at the beginning.
-    """
+    """A stream of the CPU's generators that begins from ``seed`` and continues where it was left."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -138,8 +131,8 @@ class Stream:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draw from this stream within the context. Afterwards the generators stay where it ends: the next user seeds
-        them."""
+        """Draw from this stream within the context. Afterwards the generators stay where they are, since their next
+        user seeds them."""
         if self._states is None:
             seed_generators(self._seed)
         else:
@@ -151,7 +144,7 @@ class Stream:
 
 
 def states() -> tuple[Any, ...]:
-    """Return the states of the CPU's generators; NumPy's takes 0.1 ms."""
+    """Return the states of the CPU's generators, in some 0.1 ms."""
     return torch.default_generator.get_state(), random.getstate(), np.random.get_state()
 
 

@@ -1,4 +1,4 @@
-"""Table of a Hydra sweep's jobs, for any Hydra application: name :class:`SweepTable` in ``hydra.callbacks``."""
+"""A table of a Hydra sweep's jobs, for any Hydra application: name :class:`SweepTable` in ``hydra.callbacks``."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Row:
 
 
 class SweepTable(Callback):
-    """Ends each job of a sweep properly, and writes a row for it.
+    """Frees each job's connections when it ends, and writes a row for it.
 
     ``summary.csv`` in the sweep's directory has all columns and grows with each job; the terminal gets a table when
-    the sweep is over, however it ends. A job's own figures come from the JSON file that it leaves in its output
+    the sweep ends, even by an exception. A job's figures come from the JSON file that it leaves in its output
     directory, if any; nested names are joined by dots.
 
     Args:
-        on_failure: ``"continue"`` with the next job after one that failed, or ``"stop"``. The exit status tells
-            either way.
+        on_failure: after a job that failed, ``"continue"`` with the next, or ``"stop"``. The exit status shows the
+            failure either way.
         file: name of the JSON file in a job's output directory.
         columns: figures for the terminal; ``*`` stands for any text.
 
@@ -103,8 +103,8 @@ class SweepTable(Callback):
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Return the rows with aligned columns: overrides that differ between jobs, and the figures that ``columns``
-    names."""
+    """Return the rows as text with aligned columns: the overrides that differ between jobs, and the figures that match
+    ``columns``."""
     names = [name for row in rows for name in row.overrides]
     varied = [name for name in dict.fromkeys(names) if len({row.overrides.get(name) for row in rows}) > 1]
     figures = [name for pattern in columns for row in rows for name in row.figures if fnmatch(name, pattern)]

@@ -1,19 +1,19 @@
-"""The newest versions that the tests have passed with, by ``make versions``."""
+"""The newest versions with which ``make versions`` has passed."""
 
 from __future__ import annotations
 
 import re
 
 VERSION = "0.1.0"
-"""Of this package."""
+"""This package's version."""
 
 NEWEST = {"python": (3, 13), "torch": (2, 15), "lightning": (2, 6)}
-"""The first two numbers of each."""
+"""The newest tested versions, by their first two numbers."""
 
 
 def verdict(package: str, version: str) -> str:
-    """Return ``"tested"`` or ``"newer than tested"`` for a version of ``package``, as ``"2.9.1+cpu"``; nothing for a
-    package that this module says nothing of."""
+    """Return ``"tested"`` or ``"newer than tested"`` for a version of ``package`` such as ``"2.9.1+cpu"``; empty for a
+    package that is not in :data:`NEWEST`."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if package not in NEWEST or numbers is None:
         return ""
@@ -21,7 +21,7 @@ def verdict(package: str, version: str) -> str:
 
 
 def warning(**versions: str) -> str | None:
-    """Return what a user is told of those ``versions`` of packages that are newer than tested, if there are any."""
+    """Return a warning that names those ``versions`` of packages that are newer than tested, or None."""
     newer = [f"{name} {version}" for name, version in versions.items() if verdict(name, version).startswith("newer")]
     if not newer:
         return None

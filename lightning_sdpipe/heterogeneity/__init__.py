@@ -1,6 +1,6 @@
 """Slowness on demand: injected delays, slow devices, replayed traces, and emulated compute.
 
-Emulated compute needs torch, which is imported when it is first asked for; the rest runs without.
+Only emulated compute needs torch, which is imported on first use.
 """
 
 from __future__ import annotations

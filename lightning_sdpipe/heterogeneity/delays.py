@@ -1,4 +1,4 @@
-"""Injected delays: every worker, independently, sleeps now and then (SDPipe, evaluation; conditions A and B).
+"""Injected delays: workers sleep at random, independently of each other (SDPipe, evaluation; conditions A and B).
 
 A draw depends only on the seed, the worker, the iteration and the pass. So every synchronisation method meets the same
 delays at the same iterations, and their least cost can be computed beforehand.
@@ -32,13 +32,13 @@ class Delays:
     Args:
         probability: chance of a delay at each draw, between 0 and 1.
         seconds: length of one delay.
-        draws: "iteration" for one draw per iteration, before its forward (the paper); "pass" for one before
-            each forward and each backward of a mini-batch (its published artefact).
+        draws: "iteration" for one draw per iteration, before its forward (as in the paper); "pass" for one before each
+            forward and each backward of a mini-batch (as in its published code).
         scale: multiplies `seconds`, to shrink the paper's delays along with a smaller model.
         seed: seed of all draws.
 
     Raises:
-        ConfigurationError: a value is outside of its range.
+        ConfigurationError: a value is out of range.
     """
 
     probability: float = 0.0
@@ -82,6 +82,6 @@ def condition(name: Condition, model: Model, *, scale: float = 1.0, seed: int = 
 
 
 def uniform(*key: object) -> float:
-    """Return a number in [0, 1), evenly spread over its arguments: a hash in the place of a generator's state."""
+    """Return a hash of ``key`` as a number in [0, 1), uniform over keys, in place of a stateful generator."""
     text = " ".join(map(str, key)).encode()
     return (int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11) / (1 << 53)

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from lightning_sdpipe.errors import check_integer, check_number
 
-# Largest part of a late awakening that the next sleep may make up for. Linux timers wake 0.1 to 0.3 ms late; a later
-# awakening is contention, which an emulated device would not make up for either.
+# Largest delay of an awakening for which the next sleep may make up. Linux timers wake 0.1 to 0.3 ms late; a longer
+# delay is contention, for which an emulated device would not make up either.
 _MAX_CARRY_SECONDS = 1e-3
 
 
 class Pacer:
-    """Sleeps until deadlines; the delay of one awakening is taken off the next sleep, up to 1 ms.
+    """Sleeps until deadlines; the delay of one awakening, up to 1 ms, is taken off the next sleep.
 
     Args:
-        clock: gives monotonic seconds.
+        clock: returns monotonic seconds.
         sleep: waits for the given seconds, or a little longer.
     """
 
@@ -44,14 +44,14 @@ class Pacer:
 
 
 class EmulatedBlock(nn.Module):
-    """A block whose forward and backward take a given time, asleep.
+    """A block whose forward and backward sleep for a given time.
 
-    Its output depends on its input and on its parameter, and both receive gradients, so that pipelines,
-    optimizers and averaging do their real work. On the meta device nothing sleeps.
+    Its output depends on its input and on its parameter, and both receive gradients, so that pipelines, optimizers and
+    averaging do their real work. On the meta device it does not sleep.
 
     Args:
-        forward_seconds: length of one forward, of whatever batch size.
-        backward_seconds: length of one backward.
+        forward_seconds: length of one forward, whatever the batch size.
+        backward_seconds: length of one backward, whatever the batch size.
         out_shape: shape of one sample's output, without the batch dimension; None for the input's own shape.
         num_parameters: elements of the parameter `weight`, at least 1.
 
@@ -87,7 +87,7 @@ class EmulatedBlock(nn.Module):
         if self.out_shape is not None:
             per_sample = values.flatten(1).mean(1) if values.dim() > 1 else values
             values = per_sample.view(-1, *[1] * len(self.out_shape)).expand(-1, *self.out_shape)
-        # In backward the sleep comes first, then the gradients, which no stage can have earlier than this.
+        # The backward sleeps first and then computes the gradients, so no stage gets them early.
         output: Tensor = _Sleep.apply(values + self.weight.mean(), self, start)  # type: ignore[no-untyped-call]
         return output
 

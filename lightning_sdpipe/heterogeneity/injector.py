@@ -1,4 +1,4 @@
-"""Slowing of one worker, with a record of it."""
+"""Slows down one worker, and records by how much."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_sdpipe.heterogeneity.tracks import Track
 
 @runtime_checkable
 class Heterogeneity(Protocol):
-    """A model of what slows workers down. Both methods are pure: the same arguments give the same result."""
+    """A model of what slows workers down. Both methods are pure functions of their arguments."""
 
     def delay(self, stage: int, pipeline: int, iteration: int, during: Pass) -> float:
         """Return the seconds for which worker (stage, pipeline) sleeps before this pass of this iteration."""
@@ -26,7 +26,7 @@ class Heterogeneity(Protocol):
 
 
 class DelayInjector:
-    """Lets one worker sleep: for the drawn time before a pass, and after each computation until a device of the slow
+    """Makes one worker sleep: for the drawn time before a pass, and after each computation until a device of the slow
     speed would have finished it.
 
     Args:
@@ -37,8 +37,9 @@ class DelayInjector:
         settle: waits until the device has computed all its work; without it, a computation ends when its call has
             returned.
         sleep: called with the seconds of each delay, never with 0.
-        clock: monotonic seconds.
-        core_wait: gives the seconds for which this thread was ready and had no core, which are not the device's time.
+        clock: returns monotonic seconds.
+        core_wait: returns the seconds for which this thread was ready but had no core, which do not count as the
+            device's time.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class DelayInjector:
         self.pipeline = pipeline
         self._track = heterogeneity.track(rank)
         self.injects = heterogeneity != Delays()
-        """False if the worker is never slowed. Unless it is measured, :meth:`computing` is then the meter's span."""
+        """False if the worker is never slowed; unless it is measured, :meth:`computing` is then the meter's span."""
         self._settle = settle
         self._sleep = sleep
         self._clock = clock
         self._core_wait = core_wait or meter.seconds_without_a_core
         self.measures = False
-        """Whether :attr:`computed_seconds` is used to measure the device's speed. Then the injector waits for the
-        device's work."""
+        """Whether :attr:`computed_seconds` measures the device's speed. Then the injector waits for the device's
+        work."""
         self._start: float | None = None
         self._iteration = 0
         self._by_iteration: defaultdict[int, float] = defaultdict(float)
@@ -88,17 +89,17 @@ class DelayInjector:
     def computing(
         self, share: float = 1.0, tell: Callable[[], None] | None = None, phase: int = meter.BACKWARD
     ) -> AbstractContextManager[None]:
-        """Return a context for all of the worker's own arithmetic, and nothing that waits for others. ``tell`` is
-        called when ``share`` of it is over on a device that is made slow, at the end on others; not after an error.
-        ``phase``: see :mod:`~lightning_sdpipe.meter`."""
+        """Return a context for the worker's own arithmetic, which must not wait for others. ``tell`` is called when
+        ``share`` of it is done on a slowed device, at the end on others, and not after an error. ``phase``: see
+        :mod:`~lightning_sdpipe.meter`."""
         if tell is None and not self.injects and not self.measures:
             return meter.phase(phase)
         return Computing(self, share, tell, phase)
 
     @property
     def computed_seconds(self) -> float:
-        """Seconds inside of :meth:`computing`, without what was injected there; those of the meter while the worker has
-        neither been slowed nor measured."""
+        """Seconds within :meth:`computing`, without injected sleep; the meter's if the worker has been neither slowed
+        nor measured."""
         if self.injects or self.measures or self._computed_seconds:
             return self._computed_seconds
         return meter.current().seconds(meter.FORWARD, meter.BACKWARD)
@@ -114,7 +115,7 @@ class DelayInjector:
         return dict(self._by_iteration)
 
     def _computed(self, start: float, waited: float, share: float, tell: Callable[[], None] | None) -> None:
-        """Sleep for as long as a device of the slow speed would have computed longer since ``start``."""
+        """Sleep for the time by which a device of the slow speed would have computed longer since ``start``."""
         passed = work = self._clock() - start
         rest = 0.0
         if self._track is not None:
@@ -142,7 +143,7 @@ class DelayInjector:
 
 
 class Computing:
-    """A context that :meth:`DelayInjector.computing` returns."""
+    """The context that :meth:`DelayInjector.computing` returns for a slowed or measured worker."""
 
     __slots__ = ("_injector", "_share", "_span", "_start", "_tell", "_waited")
 

@@ -1,6 +1,6 @@
-"""Slow devices: each compute section takes longer, in proportion to its own length.
+"""Slow devices: each computation takes longer, in proportion to its length.
 
-The paper's shared GPUs (SDPipe, §5.5) were replayed like this: recorded speeds, on dedicated devices that idle for
+The paper's shared GPUs (SDPipe, §5.5) were replayed like this: at recorded speeds, on dedicated devices that idle for
 the rest of the time.
 """
 
@@ -20,12 +20,12 @@ SHARED_GPUS = Path(__file__).parent / "traces" / "shared_gpus.json"
 """Sixteen synthetic tracks in the spirit of §5.5, made by ``recipes/tools/synthetic.py``."""
 
 FIGURE = SHARED_GPUS.with_name("figure.json")
-"""Sixteen tracks of the paper's shared GPUs, read off a published figure; the file says which, and how exactly."""
+"""Sixteen tracks of the paper's shared GPUs, read off a published figure; the file says which, and how accurately."""
 
 
 @dataclass(frozen=True)
 class Static:
-    """Constant slowness: device i is ``factors[i]`` times slower than it could be.
+    """Constant slowness: device i takes ``factors[i]`` times as long as at full speed.
 
     Args:
         factors: each at least 1, by global rank; they repeat if there are more devices.
@@ -56,9 +56,9 @@ class Trace:
 
     Args:
         files: trace files, as ``recipes/tools/record.py`` writes them, whose tracks are used in this order; None for
-            the synthetic :data:`SHARED_GPUS`, and ``"figure"`` in the place of a file for :data:`FIGURE`.
+            the synthetic :data:`SHARED_GPUS`, and ``"figure"`` in place of a file for :data:`FIGURE`.
         time_scale: length of a recorded second, in seconds of training; 0.1 replays ten times as fast.
-        seed: with more devices than tracks, tracks are used again from a random moment on, drawn from this.
+        seed: if there are more devices than tracks, tracks are reused from a random time on, drawn with this seed.
 
     Raises:
         ConfigurationError: a file is no trace, or the scale is not positive.
@@ -90,18 +90,18 @@ class Trace:
 
 @dataclass(frozen=True)
 class Slowed:
-    """Additional slowness: every device is ``factor`` times slower, on top of another heterogeneity.
+    """Additional slowness: every device takes ``factor`` times as long, on top of another heterogeneity.
 
-    Where a machine has fewer cores than workers, this gives each worker a device of its own: at 1/``factor`` of a
-    core's speed it needs a core for that part of its time only; one that waits for others leaves them no more of it.
-    With a factor for each device, ``Slowed(Delays(...), [1, 2])`` delays devices of unlike speeds.
+    On a machine with fewer cores than workers, this gives each worker a device of its own: at 1/``factor`` of a core's
+    speed, it needs a core for only that share of its time, and a worker that waits does not make others faster. With a
+    factor for each device, ``Slowed(Delays(...), [1, 2])`` delays devices of different speeds.
 
     Args:
         base: the other heterogeneity.
         factor: at least 1; or such factors by global rank, which repeat if there are more devices.
 
     Raises:
-        ConfigurationError: no factors, or one below 1.
+        ConfigurationError: there are no factors, or one is below 1.
     """
 
     base: Heterogeneity

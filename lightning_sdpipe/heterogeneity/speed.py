@@ -1,4 +1,4 @@
-"""Speed of a device, now: the rate of a matrix product. And which devices there are."""
+"""Measures a device's present speed, as the rate of a matrix product, and lists the devices."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 
 _KERNEL_SECONDS = 2e-3
-"""Length of one product for which the matrices are sized: long against its launch, short against an interval."""
+"""Least length of one product, by which the matrices are sized: long against its launch, short against an interval."""
 
 _SIZES = (64, 4096)
 """Smallest and largest number of rows."""
 
 
 def devices() -> list[tuple[str, str]]:
-    """Return the accelerators of this machine: torch's names, and their models."""
+    """Return the accelerators of this machine: torch's name and the model of each."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if kind is None else torch.accelerator.device_count()
     found = [torch.device(kind.type, index) for index in range(count) if kind is not None]
@@ -23,7 +23,7 @@ def devices() -> list[tuple[str, str]]:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the model of ``device``, as its driver names it."""
+    """Return the model of ``device`` as its driver names it, or its type."""
     names = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if names is None else str(names(device))
 
@@ -50,12 +50,12 @@ def sample(
 
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], None], int]:
-    """Return a matrix product that takes about :data:`_KERNEL_SECONDS` here, and return when it is done; and its
+    """Return a function that computes a matrix product and waits for it, in about :data:`_KERNEL_SECONDS`, and its
     number of floating-point operations."""
     size = _SIZES[0]
     while True:
         product = _product(size, device)
-        product()  # memory, and the choice of an algorithm
+        product()  # allocates memory and chooses an algorithm
         if min(_timed(product) for _ in range(3)) >= _KERNEL_SECONDS or size >= _SIZES[1]:
             return product, 2 * size**3
         size *= 2

@@ -1,7 +1,7 @@
 """Relative speed of devices over time, and the files that hold it.
 
 A *track* is one device's speed as a fraction of its best, at even intervals; a *trace file* holds the tracks of one or
-several devices. ``docs/heterogeneity.md`` documents the format.
+more devices. ``docs/heterogeneity.md`` documents the format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Track:
         start_seconds: where in the track a replay starts.
 
     Raises:
-        ConfigurationError: there are no speeds, or a value is outside of its range.
+        ConfigurationError: there are no speeds, or a value is out of range.
     """
 
     interval_seconds: float
@@ -49,8 +49,8 @@ class Track:
         return self.interval_seconds * len(self.speeds)
 
     def duration(self, since: float, work: float) -> float:
-        """Return the seconds that this device takes, from ``since`` seconds after the start of the replay on, for work
-        of ``work`` seconds at full speed: until the integral of the speed is ``work``."""
+        """Return the seconds that this device needs for ``work``, in seconds at full speed, if it begins ``since``
+        seconds after the start of the replay: until the integral of the speed is ``work``."""
         position, into = divmod(since + self.start_seconds, self.interval_seconds)
         index, elapsed = int(position), 0.0
         while True:
@@ -63,7 +63,7 @@ class Track:
             index, into = index + 1, 0.0
 
     def rescaled(self, time_scale: float) -> Track:
-        """Return the same course in ``time_scale`` times the time."""
+        """Return the same track, stretched to ``time_scale`` times its length."""
         return replace(
             self, interval_seconds=self.interval_seconds * time_scale, start_seconds=self.start_seconds * time_scale
         )

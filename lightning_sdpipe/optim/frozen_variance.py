@@ -1,4 +1,4 @@
-"""Adam whose second moment is measured first and then kept, for gradients that arrive with few bits."""
+"""Adam that first measures its second moment and then freezes it, for gradients that arrive with few bits."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,39 +15,39 @@ from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 _MEASURED = "variance_steps"
 """Number of gradients in the second moment."""
 _SINCE = "frozen_steps"
-"""Number of gradients after those."""
+"""Number of gradients since it was frozen."""
 
-_BUCKET_ELEMENTS = 1 << 20  # updated at a time: their denominators take memory
+_BUCKET_ELEMENTS = 1 << 20  # elements updated at a time, since their denominators take memory
 
 
 class FrozenVariance(OptimizerWrapper):
     """Freezes Adam's second moment of each parameter after ``after`` of its gradients (1-bit Adam, Tang et al. 2021).
 
-    Until then every parameter and moment is bit-equal to the wrapped optimizer's. From then on the step divides by the
-    second moment as it is, with *its* bias correction frozen too; the first moment and its bias correction, weight
-    decay and the learning rate continue. So squares of gradients of a few bits, which mean nothing, do no harm.
+    Until then, every parameter and moment is bit-equal to the wrapped optimizer's. From then on, the step divides by
+    the frozen second moment, with *its* bias correction frozen, too; the first moment and its bias correction, weight
+    decay and the learning rate continue. So the squares of gradients of a few bits, which mean nothing, do no harm.
 
     A value that has had hardly any gradient so far has a tiny second moment. Once that is frozen, its next gradient, or
-    an error of compression (which is equally large for all values of a block), would throw it far away. So frozen
-    second moments are raised to `floor` times the mean of their tensor; and a tensor whose gradients were all zero is
-    not updated any more. The published algorithm is `floor=0`.
+    a compression error (which is equally large for all values of a block), would throw it far away. So frozen second
+    moments are raised to at least `floor` times the mean of their tensor, and a tensor whose gradients were all zero is
+    no longer updated. The published algorithm is `floor=0`.
 
     It shares `param_groups` and `state` with the wrapped optimizer, as
-    :class:`~lightning_sdpipe.optim.VarianceCorrection` does. A second moment that a checkpoint has frozen stays frozen,
-    also with a larger `after`. A checkpoint of the bare optimizer counts with all of its gradients.
+    :class:`~lightning_sdpipe.optim.VarianceCorrection` does. A second moment that is frozen in a checkpoint stays
+    frozen, even with a larger `after`. In a checkpoint of the bare optimizer, all gradients count.
 
-    Memory: no tensor beside Adam's; during a step one of the size of the largest parameter.
+    Memory: no tensor beside Adam's; during a step, one of the size of the largest parameter.
 
     Args:
         optimizer: torch's Adam or AdamW; any of for-loop, foreach and fused until the variance is frozen, foreach from
             then on; amsgrad, maximize and both kinds of weight decay are respected.
-        after: number of gradients in the second moment, at least 1: as many as the payload's `after`, and enough for
-            it to settle, which it has not before the learning rate's warm-up ends.
+        after: number of gradients in the second moment, at least 1: the payload's `after`, and enough for the second
+            moment to settle, which takes at least the learning rate's warm-up.
         floor: from 0 to 1.
 
     Raises:
-        ConfigurationError: the optimizer is of another kind; `capturable` or `differentiable` set; complex parameters;
-            `after` below 1; `floor` outside of [0, 1].
+        ConfigurationError: the optimizer is of another kind, or has `capturable` or `differentiable` set; a parameter
+            is complex; `after` is below 1; or `floor` is not in [0, 1].
     """
 
     _kept = ("after", "floor")
@@ -65,7 +65,7 @@ class FrozenVariance(OptimizerWrapper):
         super().__init__(optimizer)
 
     def _step(self) -> None:
-        """Step parameters that are not frozen yet by the wrapped optimizer, and the others by this one."""
+        """Step unfrozen parameters with the wrapped optimizer, and the others here."""
         frozen = [(group, [p for p in self._trained(group) if self._is_frozen(p)]) for group in self.param_groups]
         gradients = {param: param.grad for _, params in frozen for param in params}
         measured = [p for group in self.param_groups for p in self._trained(group) if p not in gradients]
@@ -136,7 +136,7 @@ def _raise_to(floor: float, state: dict[str, Any]) -> None:
     for key in ("exp_avg_sq", "max_exp_avg_sq"):
         if key in state:
             mean = state[key].mean()
-            least = torch.where(mean > 0, floor * mean, torch.inf)  # divided by infinity, values stay
+            least = torch.where(mean > 0, floor * mean, torch.inf)  # values divided by infinity do not move
             torch.maximum(state[key], least.to(mean.dtype), out=state[key])
 
 

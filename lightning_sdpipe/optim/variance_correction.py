@@ -1,16 +1,15 @@
 """Adam for workers whose models are averaged (SDPipe §4, "Optimizer Variance Reduction").
 
-With b = beta2 and c = 1 − b^t, Adam's second moment after t gradients is v = b·v + (1 − b)·g². Beside it runs the
-gradient's mean with the same decay, bias-corrected: m = m̃ / c. The part of v that comes from the gradient's variance
-is V = v − c·m², and Adam is to divide by u = c·m² + V / n (SDPipe §4).
+With b = beta2 and c = 1 − b^t, Adam's second moment after t gradients is v = b·v₋ + (1 − b)·g² (a minus marks values
+before this gradient). The gradient's mean has the same decay, and is bias-corrected: m = m̃ / c. The part of v that
+comes from the gradient's variance is V = v − c·m², and Adam should divide by u = c·m² + V / n (SDPipe §4).
 
-V obeys V ← b·V + (1 − b)·(b·c₋/c)·d² with d = g − m₋ (a minus marks values before this gradient), a sum of
-squares. Since u = v − (1 − 1/n)·V, it follows that
+V obeys V = b·V₋ + (1 − b)·(b·c₋/c)·d² with d = g − m₋, a sum of squares. Since u = v − (1 − 1/n)·V, it follows that
 
-    u ← b·[u₋ − (1 − 1/n)·(1 − b)·(c₋/c)·d²] + (1 − b)·g²
+    u = b·[u₋ − (1 − 1/n)·(1 − b)·(c₋/c)·d²] + (1 − b)·g²
 
-whose outer form is Adam's own update. So u itself can live where Adam keeps v: the bracket is applied before
-the wrapped optimizer's step, and the step does the rest. u ≥ v/n > 0 at all times, with no clamping.
+which has the form of Adam's own update. So u itself can live where Adam keeps v: the bracket is computed before the
+wrapped optimizer's step, and the step does the rest. u ≥ v/n > 0 at all times, without clamping.
 """
 
 import math
@@ -25,8 +24,8 @@ from torch.optim import Adam, NAdam, Optimizer, RAdam
 from lightning_sdpipe.errors import ConfigurationError, check_number
 from lightning_sdpipe.optim.wrapper import OptimizerWrapper
 
-# Elements handled at a time, so that every operation on a bucket finds its data in the cache. In smaller buckets,
-# starting the operations costs more than the cache saves.
+# Elements handled at a time, so that every operation on a bucket finds its data in the cache. With smaller buckets,
+# launching the operations would cost more than the cache saves.
 _BUCKET_ELEMENTS = 1 << 20
 _Bucket = tuple[list[Tensor], list[Tensor], list[Tensor]]
 _ADAM_FAMILY = (Adam, NAdam, RAdam)  # AdamW is an Adam
@@ -50,25 +49,25 @@ class MomentTensors(NamedTuple):
 def _advance(
     tracks: list[MomentTensors], beta2: float, step: int, workers: float, workers_before: float, grad_decay: float
 ) -> None:
-    """Move means and second moments over this step's gradients, up to the part that the wrapped step still adds.
+    """Advance means and second moments by this step's gradients, up to the part that the wrapped step adds.
 
-    Afterwards `mean` is current, and `second_moment` is the bracket of the module's formula: the wrapped
-    optimizer's own update turns it into u. With one worker, before and now, `second_moment` is not touched.
+    Afterwards `mean` is current, and `second_moment` is the bracket in the module's formula: the wrapped optimizer's
+    own update turns it into u. With one worker, before and now, `second_moment` is not touched.
 
     Args:
         tracks: tensors of one dtype on one device.
         beta2: decay of the second moment, in [0, 1).
         step: number of gradients seen, including this one; at least 2 (the first gradient only initialises the mean).
         workers: n of this step, at least 1.
-        workers_before: n that the stored second moment was computed with, at least 1.
+        workers_before: n with which the stored second moment was computed, at least 1.
         grad_decay: weight decay that the wrapped optimizer adds to the gradient (0 when decoupled).
     """
-    rescale = workers_before / workers  # of V/n, which takes u from the former n to this step's
+    rescale = workers_before / workers  # factor of V/n, which converts u from the former n to this step's
     bias_before = 1.0 - beta2 ** (step - 1)  # c₋, the weight of the earlier gradients in v
-    mean_rate = (1.0 - beta2) / (1.0 - beta2**step)  # at which the mean moves towards this gradient
-    deviation_weight = (1.0 - 1.0 / workers) * mean_rate * bias_before  # of d² in the bracket
+    mean_rate = (1.0 - beta2) / (1.0 - beta2**step)  # the rate at which the mean moves towards this gradient
+    deviation_weight = (1.0 - 1.0 / workers) * mean_rate * bias_before  # the weight of d² in the bracket
     size = min(_BUCKET_ELEMENTS, sum(track.mean.numel() for track in tracks))
-    scratch = tracks[0].mean.new_empty(size)  # one for all buckets: fresh memory costs as much as using it
+    scratch = tracks[0].mean.new_empty(size)  # shared by all buckets: fresh memory costs as much as using it
     for grads, means, seconds in _buckets(tracks, grad_decay):
         if rescale != 1.0:
             torch._foreach_mul_(seconds, rescale)
@@ -85,15 +84,15 @@ def _advance(
 def _step_towards(means: list[Tensor], grads: list[Tensor], rate: float, deviations: list[Tensor]) -> None:
     """Write grads − means to `deviations` and add `rate` times that to the means, in one pass over memory.
 
-    An SGD step on the means is just this: a weight decay of −1 turns its gradient into the difference, which
-    a momentum buffer at its first step takes as it is.
+    An SGD step on the means does exactly this: a weight decay of −1 turns its gradient into the difference, which the
+    momentum buffer takes unchanged at its first step.
     """
     torch._fused_sgd_(
         means,
         grads,
         deviations,
         weight_decay=-1.0,
-        momentum=0.5,  # any but zero, so that the buffer is written
+        momentum=0.5,  # any value except zero, so that the buffer is written
         lr=-rate,
         dampening=0.0,
         nesterov=False,
@@ -103,7 +102,7 @@ def _step_towards(means: list[Tensor], grads: list[Tensor], rate: float, deviati
 
 
 def _buckets(tracks: list[MomentTensors], grad_decay: float) -> Iterator[_Bucket]:
-    """Cut and pack (gradients, means, second moments), all flat, into buckets that fit into caches."""
+    """Yield flat gradients, means and second moments in buckets that fit into the cache."""
     grads: list[Tensor] = []
     means: list[Tensor] = []
     seconds: list[Tensor] = []
@@ -152,22 +151,21 @@ class VarianceCorrection(OptimizerWrapper):
     gradient with the second moment's decay beta2 and replaces v by m² + (v − m²)/n, every term bias-corrected (SDPipe
     §4). The theory is at the top of this module, the remaining error in docs/variance_correction.md.
 
-    It shares `param_groups` and `state` with the wrapped optimizer, so learning-rate schedulers, hooks,
-    `state_dict` and `GradScaler` treat it as that optimizer. With one worker, every parameter and moment is
-    bit-equal to the wrapped optimizer's. A checkpoint of the bare optimizer can be loaded; the mean then
-    starts from its first moment.
+    It shares `param_groups` and `state` with the wrapped optimizer, so learning-rate schedulers, hooks, `state_dict`
+    and `GradScaler` treat it as that optimizer. With one worker, every parameter and moment is bit-equal to the wrapped
+    optimizer's. A checkpoint of the bare optimizer can be loaded; the mean then starts from its first moment.
 
     Memory: one tensor of each parameter's size and type, beside Adam's two (three with amsgrad).
 
     Args:
-        optimizer: torch's Adam, AdamW, NAdam or RAdam; any of for-loop, foreach and fused; amsgrad, maximize
-            and both kinds of weight decay are respected.
-        num_workers: n, the number of all workers whose models are averaged, however small the groups are. At
-            least 1, not necessarily whole. The attribute may be set between steps.
+        optimizer: torch's Adam, AdamW, NAdam or RAdam; any of for-loop, foreach and fused; amsgrad, maximize and both
+            kinds of weight decay are respected.
+        num_workers: n, the number of all workers whose models are averaged, however small the groups. At least 1, not
+            necessarily an integer. You may set the attribute between steps.
 
     Raises:
-        ConfigurationError: the optimizer is of another kind; `capturable` or `differentiable` set; parameters that
-            are complex or of less than 32 bits; `num_workers` below 1 or not finite.
+        ConfigurationError: the optimizer is of another kind, or has `capturable` or `differentiable` set; a parameter
+            is complex or has less than 32 bits; or `num_workers` is below 1 or not finite.
     """
 
     _kept = ("_num_workers",)
@@ -183,7 +181,7 @@ class VarianceCorrection(OptimizerWrapper):
 
     @property
     def num_workers(self) -> float:
-        """Number n of workers whose models are averaged; used from the next step on."""
+        """Number n of workers whose models are averaged; a new value counts from the next step on."""
         return self._num_workers
 
     @num_workers.setter
@@ -197,12 +195,12 @@ class VarianceCorrection(OptimizerWrapper):
         for group in self.param_groups:
             started.update(self._correct(group))
         self.optimizer.step()
-        # Only after the step: the wrapped optimizer initialises a parameter's state when it finds it empty.
+        # Only after the step, since the wrapped optimizer initialises a parameter's state only if it is empty.
         for param, mean in started.items():
             self.state[param].update({_MEAN: mean, _STEPS: 1, _WORKERS: self.num_workers})
 
     def _correct(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Prepare one group's second moments; return the means of parameters that start with this step."""
+        """Prepare one group's second moments; return the means of parameters whose first gradient this is."""
         grad_decay = _decay_in_gradient(group)
         started: dict[Tensor, Tensor] = {}
         alike: defaultdict[tuple[torch.device, torch.dtype, int, float], list[MomentTensors]] = defaultdict(list)
@@ -237,7 +235,7 @@ class VarianceCorrection(OptimizerWrapper):
 
 
 def _decay_in_gradient(group: dict[str, Any]) -> float:
-    """Return the weight decay inside the moments; negative under maximize, where our mean has the other sign."""
+    """Return the weight decay that enters the moments; negative with maximize, where the mean has the other sign."""
     if group.get("decoupled_weight_decay", False):
         return 0.0
     return float(-group["weight_decay"] if group["maximize"] else group["weight_decay"])
@@ -246,7 +244,7 @@ def _decay_in_gradient(group: dict[str, Any]) -> float:
 def _adopt(state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """Return this wrapper's part of the state of a parameter that the wrapped optimizer has already stepped alone.
 
-    The mean of its past gradients is unknown; the first moment is the best estimate of it.
+    The mean of its past gradients is unknown; the first moment is the best estimate.
     """
     steps = int(state["step"])
     mean = state["exp_avg"] / (1.0 - float(group["betas"][0]) ** steps)

@@ -1,4 +1,4 @@
-"""Base of optimizers that add something to the steps of another one."""
+"""Base of optimizers that add something to another optimizer's steps."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from lightning_sdpipe.errors import ConfigurationError
 
 
 class OptimizerWrapper(Optimizer):
-    """Shares ``param_groups`` and ``state`` with the optimizer that it wraps, ``self.optimizer``.
+    """Shares ``param_groups`` and ``state`` with the wrapped optimizer, ``self.optimizer``.
 
     So learning-rate schedulers, hooks, ``state_dict`` and ``GradScaler`` treat it as that optimizer, and a checkpoint
     of the bare optimizer can be loaded.
@@ -44,7 +44,7 @@ class OptimizerWrapper(Optimizer):
 
     @abstractmethod
     def _step(self) -> None:
-        """Step with the present gradients, without recording any."""
+        """Step with the present gradients; autograd records nothing."""
 
     def _trained(self, group: dict[str, Any]) -> Iterator[Tensor]:
         """Yield the parameters of a group that have a gradient."""
@@ -57,10 +57,10 @@ class OptimizerWrapper(Optimizer):
 
     @abstractmethod
     def _check(self, group: dict[str, Any]) -> None:
-        """Raise ConfigurationError for a group of parameters that the wrapper cannot handle."""
+        """Raise ConfigurationError if the wrapper cannot handle a group of parameters."""
 
     def _refuse_options(self, group: dict[str, Any], why: str) -> None:
-        """Raise ConfigurationError if the group has options by which the wrapped optimizer computes in a graph."""
+        """Raise ConfigurationError if the group has options that make the wrapped optimizer compute in a graph."""
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 name = type(self).__name__
@@ -69,7 +69,7 @@ class OptimizerWrapper(Optimizer):
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to this and the wrapped optimizer, which share them.
+        """Add a group to this and the wrapped optimizer, which share their groups.
 
         Raises:
             ConfigurationError: see the class.
@@ -88,6 +88,6 @@ class OptimizerWrapper(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:  # unpickled or copied
             super().__setstate__(state)
-        else:  # load_state_dict; the wrapped class brings old checkpoints up to date
+        else:  # load_state_dict: the wrapped class updates old checkpoints
             self.optimizer.__setstate__(state)
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state

@@ -1,4 +1,4 @@
-"""Trials of a user's code in a child process, of which nothing remains but the answer."""
+"""Tries a user's code in a child process, which leaves nothing behind but the answer."""
 
 from __future__ import annotations
 
@@ -33,30 +33,29 @@ _TOLD_AFTER = 10.0  # seconds
 _STUCK_AFTER = 30.0  # seconds without work in which all threads wait for locks
 _LOOKS_EVERY = 1.0  # seconds
 _FUTEX = {"x86_64": "202", "aarch64": "98"}  # numbers of the system call with which threads wait for a lock
-_in_a_child = False  # whose parent tells what is waited for
+_in_a_child = False  # then its parent logs what is waited for
 
 
 class NoAnswerError(RuntimeError):
-    """There is no child, or it died, or took too long; the message says which."""
+    """No child could be started, or it died or took too long; the message says which."""
 
 
 def apart(work: Callable[[], _T], seconds: float) -> _T:
-    """Call ``work`` in a forked child and return its result, which can be pickled. Memory is copied as it is written
-    to. Files and folders that are open for reading are opened anew there, each at its position; pipes, sockets and
-    what is only written to are shared.
+    """Call ``work`` in a forked child and return its result, which must be picklable. Memory is copied on write. Files
+    and folders that are open for reading are reopened in the child at the same position; pipes, sockets and files that
+    are only written to are shared.
 
-    The child has this thread only, and torch computes there with as many threads as here, on the CPU: an accelerator
-    that is open here cannot be used there. A lock that another thread holds at this moment stays locked in the child:
-    if all of its threads wait for locks and do nothing else for 30 s, it is given up. After 10 s the log says what is
-    waited for. A child ends with its parent.
+    The child has only this thread, and torch computes there on the CPU, with as many threads as here: an accelerator
+    that is open here cannot be used there. A lock that another thread holds at this moment stays locked in the child,
+    which is given up if all of its threads wait for locks and do nothing else for 30 s. After 10 s the log says what is
+    waited for. The child ends with its parent.
 
     Args:
-        work: the function to call. It prints as usual; changes that it makes do not remain.
+        work: the function to call. It prints as usual; its changes are lost.
         seconds: limit of time.
 
     Raises:
-        NoAnswerError: this system is not Linux, or the child died, took longer than that, or waited for a lock for
-            ever.
+        NoAnswerError: this system is not Linux, or the child died, exceeded the limit, or waited for a lock forever.
         Exception: the exception that ``work`` raised.
     """
     if sys.platform != "linux":  # as on macOS, system libraries do not survive a fork
@@ -65,7 +64,7 @@ def apart(work: Callable[[], _T], seconds: float) -> _T:
     _flush()  # else the child would print it, too
     openmp.end_threads()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where there are other threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about a fork beside other threads
         child = os.fork()
     if child == 0:
         _answer(work, send, seconds)
@@ -93,7 +92,7 @@ def _wait(child: int, answer: Connection, seconds: float) -> None:
     """Wait for the child's answer.
 
     Raises:
-        NoAnswerError: it does not come.
+        NoAnswerError: the child exceeded the limit, or is stuck at a lock.
     """
     began = worked = time.monotonic()
     done, told = (0, 0), _in_a_child
@@ -120,20 +119,20 @@ def _wait(child: int, answer: Connection, seconds: float) -> None:
 
 
 def _work_of(process: int) -> tuple[int, int]:
-    """Return the ticks of processor time that a process and its children have used, and the bytes that they have
+    """Return the ticks of processor time that a process and its descendants have used, and the bytes that they have
     read."""
     try:
         used = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         read = Path(f"/proc/{process}/io").read_text().split()[1]  # from files, pipes and sockets alike
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:
-        return 0, 0  # it is about to end
+        return 0, 0  # the process is about to end
     theirs = [_work_of(int(child)) for child in children]
     return int(used[11]) + int(used[12]) + sum(t for t, _ in theirs), int(read) + sum(r for _, r in theirs)
 
 
 def _waits_for_locks(process: int) -> bool:
-    """Return whether every thread of a process is known to wait for a lock."""
+    """Return whether every thread of a process is known to be waiting for a lock."""
 
     def waits(thread: Path) -> bool:
         waits_in = (thread / "wchan").read_text()
@@ -148,8 +147,8 @@ def _waits_for_locks(process: int) -> bool:
 
 
 def _reopen_files() -> None:
-    """Give this process a position of its own in every file and folder that it has open for reading; those that cannot
-    be opened again stay shared. Writers share theirs, or they would write over each other."""
+    """Give this process its own position in every file and folder that it has open for reading; those that cannot be
+    reopened stay shared. Files opened for writing only stay shared, or parent and child would overwrite each other."""
     for name in os.listdir("/proc/self/fd"):
         number = int(name)
         try:
@@ -158,7 +157,7 @@ def _reopen_files() -> None:
             if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)) or not reads or number <= _STDERR:
                 continue
             anew = os.open(f"/proc/self/fd/{number}", flags & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
-        except OSError:  # the list itself was among them, or this user may not open the file
+        except OSError:  # the folder that was listed, which is closed by now, or a file that this user may not open
             continue
         os.lseek(anew, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
         os.dup2(anew, number, inheritable=os.get_inheritable(number))
@@ -166,19 +165,19 @@ def _reopen_files() -> None:
 
 
 def _answer(work: Callable[[], object], send: Connection, seconds: float) -> None:
-    """Run the child; it leaves without running what is registered for the end of the parent."""
+    """Run the child; it exits without the parent's exit handlers."""
     global _in_a_child
     status, _in_a_child = 1, True
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it as well, and ends this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, too, and ends this process
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # The parent's thread for that (faulthandler's) is not here.
+        # faulthandler's thread, which would print the stacks at a timeout, is not in the child.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.register(signal.SIGALRM, file=_STDERR, chain=True)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
         _reopen_files()
-        gc.freeze()  # a process group that was collected here would wait for threads that do not exist
+        gc.freeze()  # a process group collected here would wait for threads that do not exist
         send.send_bytes(_outcome(work))
         status = 0
     finally:
@@ -187,7 +186,7 @@ def _answer(work: Callable[[], object], send: Connection, seconds: float) -> Non
 
 
 def _outcome(work: Callable[[], object]) -> bytes:
-    """Return whether something was raised, and what was returned or raised."""
+    """Return, pickled, whether ``work`` raised, and what it returned or raised."""
     try:
         return pickle.dumps((False, work()))
     except BaseException as error:
@@ -195,7 +194,7 @@ def _outcome(work: Callable[[], object]) -> bytes:
             error.add_note("".join(traceback.format_exception(error)))
         try:
             answer = pickle.dumps((True, error))
-            pickle.loads(answer)  # raises where an exception cannot be made from its arguments
+            pickle.loads(answer)  # raises if the exception cannot be rebuilt from its arguments
         except Exception:
             return pickle.dumps((True, RuntimeError(f"{type(error).__name__}: {error}")))
         return answer

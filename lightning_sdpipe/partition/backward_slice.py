@@ -1,11 +1,10 @@
 """Backward slices of traced steps: the values that have to travel to a stage, and those that cannot.
 
-The traces of :class:`~lightning_sdpipe.partition.provenance.ProvenanceTracer` are read backwards. A stage computes its
-blocks. It must have the values that these read, the values that user code between blocks up to the end of the stage
-turns into Python's, and on the last stage those that the step returns, logs and keeps. Every stage runs the user code
-between blocks itself, so for a value which that code made, the operands are needed. A value that an earlier stage's
-block made must be something that the block hands on: a leaf of its effects. A present value may not be written to with
-one that is absent.
+The traces of :class:`~lightning_sdpipe.partition.provenance.ProvenanceTracer` are read backwards. A stage needs the
+values that its blocks read, the values that user code between blocks up to the end of the stage turns into Python
+values, and, on the last stage, those that the step returns, logs and keeps. Every stage runs the user code between
+blocks itself, so a value made there needs its operands. A value made in an earlier stage's block must be one that the
+block hands on: a leaf of its effects. A value that is written into a tensor on this stage is needed, too.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ _HANDED_ON = ("output", "extend", "update", "replace")
 class Refusal:
     """A value that a stage needs and cannot get."""
 
-    block: int  # that made it; OUTSIDE for user code between blocks
+    block: int  # the block that made it; OUTSIDE for user code between blocks
     made_by: str
     needed_by: str
     from_earlier_step: bool = False
-    python: bool = False  # whether it is no tensor
+    python: bool = False  # whether it is a Python value rather than a tensor
 
 
 @dataclass
 class Needs:
-    """The needs of a stage: values of earlier stages' blocks, each as all leaves at which it is handed on, and their
-    use; weights that it reads; and values that it cannot get."""
+    """The needs of a stage: values from earlier stages' blocks, each given by all leaves that hand it on, with their
+    use; weights that the stage reads; and values that it cannot get."""
 
     values: dict[Leaves, str] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
@@ -42,8 +41,7 @@ class Needs:
 
 
 def backward_slice(traces: Sequence[StepTrace], span: range, last: bool) -> Needs:
-    """Return the needs of the stage of the blocks ``span`` in the last of ``traces``; the steps of the others run
-    before."""
+    """Return what the stage with the blocks ``span`` needs for the last step in ``traces``; the steps run in order."""
     return _Search(traces, span, last).found
 
 
@@ -81,7 +79,7 @@ class _Search:
                 todo += self._resolve(value, use)
 
     def _resolve(self, value: Value, use: str) -> Sequence[Value]:
-        """Note where ``value`` comes from, and return the other values that it needs."""
+        """Note where ``value`` comes from, and return the other values that it depends on."""
         write, now = value.write, len(self._traces) - 1
         if write.step < now and not self._last and self._kept_too_late(value):
             self.found.refusals.append(Refusal(OUTSIDE, write.name, use, from_earlier_step=True))
@@ -101,7 +99,7 @@ class _Search:
         return ()
 
     def _kept_too_late(self, value: Value) -> bool:
-        """Return whether user code that this stage does not reach put the value where the next step finds it."""
+        """Return whether only user code beyond the end of this stage kept the value for the next step."""
         kept = self._traces[value.write.step].kept
         if not kept or value.storage not in kept[max(kept)]:
             return False
@@ -109,14 +107,14 @@ class _Search:
         return bool(reached) and value.storage not in kept[max(reached)]
 
     def _write(self, use: Use) -> None:
-        """Note that values are needed which are written into a tensor that is present."""
+        """Note the need for values that are written into a tensor that this stage has."""
         target, *others = use.values
         if self._is_here(target):
             missing = [value for value in others if not self._is_here(value)]
             self._need(missing, f"user code between blocks ({use.what})")
 
     def _is_here(self, value: Value) -> bool:
-        """Return whether this stage has the value, given all that has been found to travel."""
+        """Return whether this stage has the value, given the values found to travel so far."""
         todo, done = [value], set[Value]()
         while todo:
             value = todo.pop()
@@ -136,8 +134,8 @@ class _Search:
         return True
 
     def _passed_on(self, value: Value, use: str) -> None:
-        """Note that a reader may have the value from an earlier block that returned it, or put it into a container,
-        having got it from user code."""
+        """Note where earlier blocks return a value that user code gave them, or put it into a container: its reader may
+        have got it from there."""
         leaves = [
             key
             for key, leaf in self._leaves[-1].get(value.storage, ())
@@ -156,7 +154,7 @@ class _Search:
             self.found.refusals.append(Refusal(write.block, write.name, use, earlier_step))
 
     def _handed_on(self, value: Value, write: Write) -> Leaves:
-        """Return all leaves at which blocks before this stage hand on the value, or else its base, if the view was not
+        """Return all leaves by which blocks before this stage hand on the value, or else its base, if the view was not
         taken in those blocks."""
         candidates = [
             (key, leaf) for key, leaf in self._leaves[write.step].get(value.storage, ()) if leaf.write is write
@@ -183,7 +181,7 @@ class _Search:
         return ()
 
     def _as_of_now(self, leaves: Sequence[LeafKey]) -> Leaves:
-        """Return the same leaves in the last trace, with all others that are the same value there."""
+        """Return these leaves with all others that hold the same value in the last trace."""
         trace = self._traces[-1]
         now = {trace.leaves[key] for key in leaves if key in trace.leaves}
         every = {*leaves, *(key for key, value in trace.leaves.items() if value in now)}
@@ -198,5 +196,5 @@ def _leaves_by_storage(trace: StepTrace) -> dict[Storage, list[tuple[LeafKey, Va
 
 
 def _is_leaf(gradient: Gradient) -> bool:
-    """Return whether user code has asked for the gradient of a value that had none."""
+    """Return whether user code has made the value require a gradient."""
     return gradient is not None and gradient[0] == "leaf"

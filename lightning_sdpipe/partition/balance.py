@@ -1,8 +1,8 @@
 """Cuts of a chain that make the slowest stage as fast as possible.
 
-In a pipeline the slowest stage sets the pace of all. Dynamic programming over the number of stages and the
-blocks that they cover finds the cut with the least maximum (as in PipeDream's planner, SOSP 2019, section
-3.1, without replication).
+In a pipeline the slowest stage sets the pace of all. Dynamic programming over the number of stages and the blocks that
+they cover finds the cut with the least maximum (as in PipeDream's planner, SOSP 2019, section 3.1, without
+replication).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ def balance(
 ) -> tuple[tuple[range, ...], float]:
     """Return the consecutive spans of blocks that minimise the time of the slowest stage.
 
-    A stage's time is that of its blocks divided by its speed, plus the transfers over the cuts at both its
-    ends: what a stage takes for one micro-batch if its transfers overlap with nothing.
+    A stage's time is its blocks' time divided by its speed, plus the transfers over the cuts at both its ends: its time
+    for one micro-batch if the transfers overlap with nothing.
 
     Args:
         seconds: forward and backward time of each of the n blocks, on a device of speed 1.
-        crossing: seconds to send the activations of each of the n − 1 cuts down and their gradients up;
-            infinite where the chain cannot be cut.
-        speeds: relative speed of each stage's device; as many as there are stages, M.
+        crossing: seconds to send the activations of each of the n − 1 cuts down and their gradients up; infinite where
+            the chain cannot be cut.
+        speeds: relative speed of the device of each of the M stages.
         memory: needs of blocks and capacities of devices; None if everything fits.
-        slowness: factor of ``crossing`` between each stage and the next; M − 1, all 1 by default.
+        slowness: M − 1 factors of ``crossing``, between each stage and the next; all 1 by default.
 
     Returns:
-        M non-empty spans that cover the chain, and the slowest stage's seconds. Equally good cuts are decided
-        by the first, so all ranks find the same one. Takes O(M n²) time and O(M n) memory.
+        M non-empty spans that cover the chain, and the slowest stage's seconds. Of equally good cuts the first is
+        taken, so all ranks find the same one. Takes O(M n²) time and O(M n) memory.
 
     Raises:
-        ConfigurationError: more stages than blocks, a speed that is not positive, no cut is possible, or a stage
-            does not fit into its device whichever cut is made.
+        ConfigurationError: there are more stages than blocks, a speed is not positive, no cut is possible, or a stage
+            does not fit into its device whatever the cut.
     """
     n, m = len(seconds), len(speeds)
     if m > n or any(not (math.isfinite(s) and s > 0) for s in speeds):
@@ -51,7 +51,7 @@ def balance(
             f"Use at most {n} stages, and positive speeds, one for each stage."
         )
     until = list(accumulate(seconds, initial=0.0))
-    cost = [0.0, *crossing, 0.0]  # of a stage that begins or ends before block i
+    cost = [0.0, *crossing, 0.0]  # of a cut before block i
     link = [1.0, *(slowness or [1.0] * (m - 1)), 1.0]  # before each stage, and after the last
 
     def time(stage: int, start: int, end: int) -> float:
@@ -88,11 +88,11 @@ def balance(
 
 
 CLOSE = 1.1
-"""How much longer than the fastest cut's slowest stage that of a more even one may take."""
+"""Largest ratio of the slowest stage's time in a more even cut to its time in the fastest cut."""
 FAR = 1.3
-"""How much longer it may take where one stage would else hold much more than its part."""
+"""The same ratio if one stage would otherwise hold much more than an even share."""
 MUCH = 1.5
-"""More than so many even parts are much."""
+"""A stage holds much more than an even share if the ratio of the two exceeds this."""
 
 
 def even(
@@ -102,11 +102,11 @@ def even(
     possible: Sequence[bool],
     memory: float = math.inf,
 ) -> tuple[tuple[range, ...], float]:
-    """Return a cut by time that gives up little of it for stages of more even sizes.
+    """Return a cut that gives up a little time for stages of more even sizes.
 
-    Among the cuts whose slowest stage takes at most :data:`CLOSE` times as long as the fastest cut's, the one is taken
-    whose largest stage is smallest. If that stage still holds much more than an even one, the same is tried with
-    :data:`FAR`, and taken if it helps. Stages that hold more than ``memory`` are avoided at any price, if they can be.
+    Among the cuts whose slowest stage takes at most :data:`CLOSE` times as long as the fastest cut's, this takes the
+    one whose largest stage is smallest. If that stage still holds much more than an even share, :data:`FAR` is tried as
+    well, and taken if it helps. No stage holds more than ``memory`` if that can be avoided.
 
     Args:
         seconds: time of each of the n blocks.
@@ -116,8 +116,8 @@ def even(
         memory: bytes of a device.
 
     Returns:
-        M non-empty spans that cover the chain, and the time of the slowest, :data:`FAR` times that if a stage holds
-        much more than an even one; infinite if too few cuts are possible.
+        M non-empty spans that cover the chain, and the time of the slowest, multiplied by :data:`FAR` if a stage holds
+        much more than an even share; infinite if too few cuts are possible.
     """
     until, taken = (list(accumulate(each, initial=0.0)) for each in (seconds, held))
     ends = [True, *possible, True]
@@ -139,13 +139,13 @@ def even(
         slowest = max(until[span.stop] - until[span.start] for span in spans)
         much = largest > MUCH * taken[-1] / num_stages
         rated.append((math.inf if math.isinf(largest) else slowest * (FAR if much else 1.0), spans))
-    rating, spans = min(reversed(rated), key=lambda each: each[0])  # of equal ones the more even cut
+    rating, spans = min(reversed(rated), key=lambda each: each[0])  # of equals, the more even cut
     return spans, rating
 
 
 def _least_maximum(n: int, m: int, cost: Callable[[int, int, int], float]) -> tuple[tuple[range, ...], float]:
-    """Return the m spans of n blocks with the smallest largest ``cost(stage, start, end)``, and that cost; it is
-    infinite if there are none."""
+    """Return the m spans of n blocks that minimise the largest ``cost(stage, start, end)``, and that cost; it is
+    infinite if there are no such spans."""
     largest = [[math.inf] * (n + 1) for _ in range(m + 1)]  # [j][end]: stages 0..j−1 cover blocks 0..end−1
     begins = [[0] * (n + 1) for _ in range(m + 1)]
     largest[0][0] = -math.inf
@@ -165,19 +165,19 @@ def _least_maximum(n: int, m: int, cost: Callable[[int, int, int], float]) -> tu
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that blocks take, and that devices have.
+    """The memory that blocks need and that devices have.
 
     Args:
-        available: bytes of each stage's device that training may use.
+        available: bytes that training may use on each stage's device.
         fixed: bytes of each block that do not depend on micro-batches in flight: parameters, gradients and optimizer
             state.
-        held: bytes that each block's forward keeps for its backward, of one micro-batch.
-        in_flight: micro-batches whose backward each stage has still to run, at most.
+        held: bytes that each block's forward keeps for its backward, for one micro-batch.
+        in_flight: the largest number of micro-batches whose backward each stage has yet to run.
         weights: bytes of a copy of each block's trained parameters.
         copies: how many such copies each stage keeps (PipeDream's stash).
 
     Raises:
-        ConfigurationError: a device without memory.
+        ConfigurationError: a device has no memory.
     """
 
     available: Sequence[float]
@@ -205,14 +205,14 @@ class Memory:
         return self.needed(stage, start, end) <= self.available[stage]
 
     def overflow(self, spans: Sequence[range]) -> tuple[int, float]:
-        """Return the stage that lacks most memory, and how many bytes; negative if all stages fit."""
+        """Return the stage that lacks the most memory, and the bytes that it lacks; negative if all stages fit."""
         lacks = [self.needed(stage, span.start, span.stop) - self.available[stage] for stage, span in enumerate(spans)]
         worst = max(range(len(spans)), key=lacks.__getitem__)
         return worst, lacks[worst]
 
 
 def shown(amount: float) -> str:
-    """Format a number of bytes for people."""
+    """Format a number of bytes with its unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(amount) >= size:
             return f"{amount / size:.2f} {unit}"

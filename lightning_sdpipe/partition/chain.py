@@ -1,7 +1,7 @@
-"""Finding the chain of blocks of a model: the modules that run one after the other.
+"""Finds the chain of blocks of a model: the modules that run one after the other.
 
-A block is one module, or a few that belong together and stay on one stage. The chain is in registration order; a
-rehearsal of the step finds out in which order they run (:mod:`~lightning_sdpipe.partition.plan` asks for it).
+A block is one module, or several that stay together on one stage. The chain is in registration order; a rehearsal of
+the step, which :mod:`~lightning_sdpipe.partition.plan` asks for, finds the order in which they run.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Block = tuple[str, ...]  # paths of modules that run one after the other and sta
 def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterator[tuple[str, ...]]:
     """Yield the paths of the blocks of ``module``, in order.
 
-    Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. A module that is not such a
-    container is a block itself when it has parameters or buffers, unless it holds more than half of the parameters that
-    lie in containers: then it is opened too. An element of a container is opened only if it is a container, or a stage
-    of a convolutional network: a module with a single child, a container of modules of one class with parts. Any other
-    may add its input to the output of its body, and such a body cannot be cut. Without any container, the children are
-    the blocks, or those of an only child.
+    Without ``names``, every child of an ``nn.Sequential`` or ``nn.ModuleList`` is a block. Any other module with
+    parameters or buffers is a block itself, unless it holds more than half of the parameters in containers: then it is
+    opened, too. An element of a container is opened only if it is a container, or a stage of a convolutional network: a
+    module whose only child is a container of modules of one class that have parts. Any other element may add its input
+    to the output of its body, and such a body cannot be cut. In a model without containers, the children are the
+    blocks.
 
-    Then also yields the other chain, if there is one, in which a module is opened if it holds one of the longest
-    ModuleLists, instead of most of the parameters. In a model without containers, whose modules are blocks, the largest
-    one is opened in the other chain, and in the first if that would have a single block.
+    A second chain follows if it differs: in it, modules are opened if they hold one of the longest ModuleLists, rather
+    than most of the parameters. In a model without containers, the second chain has the largest module opened; so has
+    the first, if it would have a single block.
 
-    With ``names``, each of those modules is a block, ``*`` standing for one part of a path
-    (``"encoder.layer.*"``).
+    With ``names``, each of those modules is a block; ``*`` stands for one part of a path (``"encoder.layer.*"``).
 
     Raises:
-        ConfigurationError: no chain of blocks was found, or a name matches no module or lies within another.
+        ConfigurationError: no chain was found, or a name matches no module, or one that is named twice or lies within
+            another block.
     """
     if names is not None:
         yield _named_chain(module, names)
@@ -66,8 +66,8 @@ def find_chains(module: nn.Module, names: Sequence[str] | None = None) -> Iterat
 def open_heavy(
     module: nn.Module, chain: Sequence[str], is_heavy: Callable[[nn.Module], bool], calls: Sequence[nn.Module]
 ) -> tuple[str, ...]:
-    """Return the chain with the parts of each module in its place that is called once and is heavy, or that is not
-    called itself while its parts are; the same holds for the parts."""
+    """Return the chain with some modules replaced by their parts: those that are called once and are heavy, and those
+    that are never called themselves while their parts are. Parts are opened by the same rule."""
     called = set(calls)
     opened: list[str] = []
     for path in chain:
@@ -94,7 +94,7 @@ def ends(blocks: Sequence[Block]) -> str:
 
 
 def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
-    """Raise ConfigurationError where several blocks lie in a module that is compiled as one."""
+    """Raise ConfigurationError if several blocks lie in one compiled module."""
     for path, inner in module.named_modules():
         if hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None:
             within = [block for block in chain if block.startswith(f"{path}." if path else "")]
@@ -103,7 +103,7 @@ def refuse_compiled(module: nn.Module, chain: Sequence[str]) -> None:
 
 
 def compiled_as_one(what: str) -> str:
-    """Return the reason why a compiled module cannot be cut, and the line to write instead."""
+    """Return why a compiled module cannot be cut, and what to write instead."""
     return (
         f"{what} is compiled as one piece, and a pipeline has to stop and continue between blocks. Compile each block "
         "instead, and pass the module as it is, as in `for layer in model.layers: layer.compile()`; or use "
@@ -114,7 +114,7 @@ def compiled_as_one(what: str) -> str:
 def _open(
     module: nn.Module, path: str, opened: Callable[[nn.Module], bool], lists: Collection[nn.Module] | None = None
 ) -> Iterator[str]:
-    """Yield the chain within ``module``; of containers only ``lists`` are taken apart, if they are given."""
+    """Yield the chain within ``module``; if ``lists`` are given, only those containers are opened."""
     is_list = isinstance(module, _CONTAINERS) if lists is None else module in lists
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
@@ -132,8 +132,8 @@ def _open(
 
 
 def _open_largest(module: nn.Module) -> Iterator[str]:
-    """Yield the chain of a model without containers, in which a module of several parts that has most of the parameters
-    is opened."""
+    """Yield the chain of a model without containers, with modules opened that have parts and hold most of the
+    parameters."""
     half = sum(p.numel() for p in module.parameters()) / 2
 
     def opened(child: nn.Module) -> bool:
@@ -143,7 +143,7 @@ def _open_largest(module: nn.Module) -> Iterator[str]:
 
 
 def _in_containers(module: nn.Module) -> Iterator[int]:
-    """Yield the numbers of parameters of the outermost containers in ``module``."""
+    """Yield the number of parameters of each outermost container in ``module``."""
     if isinstance(module, _CONTAINERS):
         yield sum(p.numel() for p in module.parameters())
     else:
@@ -166,8 +166,8 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def join_ends(module: nn.Module, chain: Sequence[str]) -> tuple[Block, ...]:
-    """Return the blocks of a chain: the modules before the first element of a container are one block with it, and
-    those after the last element are one block of their own."""
+    """Return the blocks of a chain: if several modules precede the first element of a container, they form one block
+    with it; those after the last element form another."""
     elements = [
         index
         for index, path in enumerate(chain)

@@ -21,10 +21,10 @@ _HEADINGS = ("stage", "blocks", "parameters", "forward ms", "backward ms", "KiB 
 
 
 def table(module: nn.Module, plan: Plan, profile: Profile | None = None, each_block: bool = False) -> str:
-    """Return the stages of ``plan`` as a table: blocks, all parameters that the stage holds, and with a ``profile`` the
-    measured times of one micro-batch in milliseconds and the activations in KiB that cross the cut after the stage (as
-    much again comes back as gradients). ``each_block`` gives every block a row of its own, with its own parameters
-    (tied ones count in every block that has them)."""
+    """Return the stages of ``plan`` as a table: the blocks and the number of parameters of each stage and, with a
+    ``profile``, the measured milliseconds of one micro-batch and the KiB of activations that cross the cut after the
+    stage (as much comes back as gradients). ``each_block`` gives every block its own row and its own parameters (tied
+    ones count in every block that has them)."""
     ownership = assign_owners(module, plan.chain, plan.module_spans, readers=plan.readers)
     parts = [
         (stage, part)

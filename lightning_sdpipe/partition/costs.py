@@ -1,8 +1,8 @@
-"""Costs of a model's modules, counted while a step runs: no clock and no device, so they are equal everywhere.
+"""Costs of a model's modules, counted while a step runs, without a clock, so that all machines find the same.
 
-An operation costs the larger of its floating-point operations over a rate and its bytes over a bandwidth (a roofline;
-Williams, Waterman and Patterson, CACM 2009), and a fixed part. Its backward costs as much for each operand that needs
-a gradient, where it is a product of matrices or a convolution, and else as much once.
+An operation costs the larger of (floating-point operations / rate) and (bytes / bandwidth), as in a roofline (Williams,
+Waterman and Patterson, CACM 2009), plus a fixed part. The backward of a matrix product or convolution costs as much
+again for each operand that needs a gradient; that of any other operation costs as much once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_sdpipe.partition.provenance import refuse_collectives, tensors_in
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second: floating-point operations, bytes of memory read or written; and the seconds that
-    an operation takes at least."""
+    """A device's floating-point operations per second, its bytes of memory read or written per second, and the fixed
+    seconds that each operation adds."""
 
     flops: float
     bandwidth: float
@@ -37,25 +37,25 @@ ACCELERATOR = Rates(flops=5e13, bandwidth=1e12, operation=1e-5)
 
 
 def rates_of(device: torch.device) -> Rates:
-    """Return the rates of such a device; only their proportions matter."""
+    """Return rates for this type of device; only their ratios matter."""
     return CPU if device.type == "cpu" else ACCELERATOR
 
 
 @dataclass
 class Costs:
-    """The costs of one step, in the order in which it ran: for each stretch between calls and returns of modules, the
-    calls that are under way, outermost first, and the seconds; and the modules in the order of their calls."""
+    """The costs of one step, in order. ``stretches`` are the times between calls and returns of modules: the calls
+    under way, outermost first, and the seconds. ``calls`` are the modules in the order of their calls."""
 
     stretches: list[tuple[tuple[nn.Module, ...], float]] = field(default_factory=list)
     calls: list[nn.Module] = field(default_factory=list)
 
     def renamed(self, names: Mapping[Any, Any]) -> Costs:
-        """Return the same costs with what ``names`` has for each module; others are left out."""
+        """Return the same costs with each module replaced by its entry in ``names``; other modules are left out."""
         stretches = [(tuple(names[m] for m in modules if m in names), cost) for modules, cost in self.stretches]
         return Costs(stretches, [names[m] for m in self.calls if m in names])
 
     def order(self, modules: Sequence[nn.Module]) -> list[int]:
-        """Return the numbers of ``modules`` in the order of their calls; those that are called again come again."""
+        """Return the indices of ``modules`` in the order of their calls, repeated for each call."""
         numbers = {module: number for number, module in enumerate(modules)}
         return [numbers[module] for module in self.calls if module in numbers]
 
@@ -65,13 +65,13 @@ class Costs:
         return sum(cost for _, cost in self.stretches)
 
     def within(self, module: nn.Module) -> float:
-        """Return the seconds of the calls of a module and its parts."""
+        """Return the seconds spent in calls of a module and its parts."""
         inside = set(module.modules())
         return sum(cost for modules, cost in self.stretches if not inside.isdisjoint(modules))
 
     def of_blocks(self, root: nn.Module, blocks: Sequence[Block]) -> list[float]:
         """Return the seconds of each block. Code between two blocks counts with the later one, and code after the last
-        one with that. A block without a call, perhaps by chance, costs what its like in the chain do on average."""
+        block with that one. A block that was not called, perhaps by chance, costs the average of similar blocks."""
         number = {root.get_submodule(path): index for index, block in enumerate(blocks) for path in block}
         seconds = [0.0] * len(blocks)
         between, last = 0.0, 0
@@ -92,15 +92,15 @@ class Costs:
 
 
 def _likeness(root: nn.Module, block: Block) -> list[tuple[str, type]]:
-    """Return the lists that hold the block's modules, and the modules' classes."""
+    """Return the parent path and the class of each of the block's modules."""
     return [(path.rpartition(".")[0], type(root.get_submodule(path))) for path in block]
 
 
 def count(step: Callable[[], Any], rates: Rates) -> Costs:
-    """Run ``step`` once, its forward only, and return its costs.
+    """Run ``step`` once, forward only, and return its costs.
 
     Raises:
-        Exception: the step raised it, or it communicates with other processes.
+        Exception: the step raised it, or communicates with other processes.
     """
     counter = _Counter(rates)
     hooks = nn.modules.module
@@ -153,7 +153,7 @@ class _Counter(TorchDispatchMode):
         self._under_way = (*self._under_way, module)
 
     def leave(self, *_: Any) -> None:
-        """Note that the innermost call is over."""
+        """Note that the innermost call returns."""
         self.note()
         self._under_way = self._under_way[:-1]
 

@@ -1,10 +1,10 @@
-"""Execution of one stage's part of the user's own step.
+"""Runs one stage's part of the user's own step.
 
-The user's ``training_step`` (or any other step) runs as it is written. While it runs, calls of blocks are intercepted.
-For a block of an earlier stage a stand-in repeats the effects of the block's call with received values, or with a
+The user's ``training_step`` (or any other step) runs as it is written, with the calls of its blocks intercepted. For a
+block of an earlier stage, a stand-in repeats the effects of the block's call with received values, or with a
 :class:`~lightning_sdpipe.partition.placeholder.Placeholder`. The stage's own blocks run. The step ends when the stage's
-last block has returned, or when a block of a later stage is called since the last one was skipped. Only the last stage
-reaches the end.
+last block returns or, if that one was skipped, when a block of a later stage is called. Only the last stage reaches the
+end of the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightning_sdpipe.partition.placeholder import refuse_placeholders
 from lightning_sdpipe.random_streams import AFTER, WITHIN, RandomStreams
 
 Together = Callable[[int, Callable[[], tuple[Any, list[Effect]]], Callable[[list[Effect]], Any]], Any]
-"""Returns the output of a block of this number: computed, with its effects, where it is, repeated elsewhere."""
+"""Returns the output of the block with this number: its holder computes it, and the others repeat its effects."""
 
 
 @dataclass
@@ -81,14 +81,14 @@ class CutModel:
         self._streams_of = [crc32(path.encode()) for path in chain]
         self._run: _Run | None = None
         self.together: Together | None = None
-        """Calls a block on all workers of the pipeline, where there are others, outside of training."""
+        """Outside of a step, calls a block on all workers of the pipeline together, if there are several."""
         self._watches = {
             index: EffectRecorder(chain[index], module.get_submodule(chain[index])) for index in self._owned
         }
         is_cut = any(len(span) < len(chain) for span in owned)
         self._restore: list[Callable[[], None]] = [hear_assignments()] if is_cut else []
         if is_cut:
-            fast = torch.backends.mha  # its layers hand each other nested tensors in evaluation, which do not travel
+            fast = torch.backends.mha  # in evaluation its layers pass nested tensors, which cannot travel
             self._restore.append(partial(fast.set_fastpath_enabled, fast.get_fastpath_enabled()))
             fast.set_fastpath_enabled(False)
         for index, block in enumerate([module.get_submodule(path) for path in chain]):
@@ -122,7 +122,7 @@ class CutModel:
         sending = None if last else Sending(received, span, known)
         self._run = run = _Run(span, receiving, sending, rehearsed=travel is not None)
         try:
-            if run.whole:  # nothing of it is elsewhere
+            if run.whole:
                 return step()
             with _no_gradients_in_glue(run):
                 outcome = step()
@@ -157,8 +157,8 @@ class CutModel:
         return output
 
     def _outside(self, index: int, seed: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a block outside of a step, or while activation checkpointing recomputes it during a backward."""
-        recomputes = torch._C._current_graph_task_id() >= 0  # no other function tells
+        """Call a block outside of a step, inside another block, or for recomputation by activation checkpointing."""
+        recomputes = torch._C._current_graph_task_id() >= 0  # torch has no public function for this
         if self.together is not None and not recomputes and self._run is None:
             if torch.is_grad_enabled():
                 self._refuse_gradients(index, args, kwargs)
@@ -192,7 +192,7 @@ class CutModel:
         if effects is None:
             raise ConfigurationError(f"Block {self._chain[index]!r} did not run on the stage that holds it. {_AGREE}")
         run.next_block = index + 1
-        if index in self._owned:  # its attributes are those of a later micro-batch by now
+        if index in self._owned:  # by now its attributes belong to a later micro-batch
             run.undo += kept_attributes(effects, self._module)
         return replay(effects, self._module, args, kwargs)
 
@@ -202,7 +202,7 @@ class CutModel:
         if run.receiving is not None:
             self._check_skipped(run, run.span.start)
             if not run.rehearsed:  # else the values that it reads have travelled
-                # a list or dict may hold some that this block does not read
+                # a list or dict may hold values that this block does not read
                 given = [value for value in (*args, *kwargs.values()) if not isinstance(value, (list, dict))]
                 refuse_placeholders(given, f"block {self._chain[index]!r}")
         run.next_block, run.in_block = index + 1, True
@@ -220,7 +220,7 @@ class CutModel:
         return output
 
     def _check_skipped(self, run: _Run, until: int) -> None:
-        """Check that the blocks of earlier stages which were not called here have not run there either."""
+        """Check that blocks of earlier stages that were not called here have not run there either."""
         assert run.receiving is not None
         blocks = run.receiving.message.layout.blocks
         for block in range(run.next_block, until):
@@ -248,8 +248,8 @@ _MEND = "name blocks that do with SDPipeStrategy(blocks=[...]), or cut elsewhere
 
 @contextmanager
 def _no_gradients_in_glue(run: _Run) -> Iterator[None]:
-    """Within the context, user code outside of blocks cannot ask autograd for gradients, which would end at the cut."""
-    engine: Any = torch.autograd  # both of torch.autograd.grad and backward look it up there
+    """Refuse to compute gradients in user code between blocks, within the context: they would end at the cut."""
+    engine: Any = torch.autograd  # torch.autograd.grad and backward both look up the engine there
     original = engine._engine_run_backward
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -268,8 +268,8 @@ def _no_gradients_in_glue(run: _Run) -> Iterator[None]:
 
 
 def _refuse_reentrant_checkpoint(name: str) -> None:
-    """Refuse a reentrant checkpoint: leaving it by an exception would lose the gradients of all blocks before the
-    cut."""
+    """Refuse a reentrant checkpoint around the last block: leaving it by an exception would lose the gradients of all
+    blocks before the cut."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,10 +1,10 @@
-"""Effects of a block's call that user code can see, and their repetition without the block.
+"""Records the effects of a block's call that user code can see, and repeats them without the block.
 
-On the stages after a block's own, a stand-in takes its place. User code may look for more than what the call returned:
-forward hooks on the block's modules record intermediate values (the outputs that Hugging Face's models record), a
-module keeps a value in an attribute, a block appends to a list that it was given. All of these are effects. Changes
-that a block makes elsewhere (a global list, an object of the user's own) are not effects;
-:mod:`~lightning_sdpipe.partition.provenance` finds them. Calls of modules are intercepted for all that.
+On later stages, a stand-in takes a block's place. User code may look at more than what the call returned: forward hooks
+on the block's modules record intermediate values (as Hugging Face's models do), a module keeps a value in an attribute,
+a block appends to a list that it was given. All of these are effects. Changes elsewhere (a global list, an object of
+the user's own) are not; :mod:`~lightning_sdpipe.partition.provenance` finds them. This module also intercepts the calls
+of modules.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Call = Callable[[Original, tuple[Any, ...], dict[str, Any]], Any]
 
 INTERCEPTED = "_intercepted_call"
 _OWN_CALL = "_call_impl"
-"""torch's name of what calling a module runs: its forward, within its hooks."""
+"""torch's method that a call of a module runs: the hooks and the forward."""
 
 
 class _Intercepted(nn.Module):
     """Mixed into a class that overrides ``__call__`` (Hugging Face's checkpointing layers, torch's compiled modules),
-    so that calls go through the function given to :func:`intercept` before they come there."""
+    so that the function given to :func:`intercept` comes before that override."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[INTERCEPTED](super().__call__, args, kwargs)
@@ -45,12 +45,12 @@ class _Intercepted(nn.Module):
 def intercept(module: nn.Module, call: Call, copies: bool = False) -> Callable[[], None]:
     """Make ``module(*args, **kwargs)`` return ``call(original, args, kwargs)``.
 
-    User code may ask for the class of a module (``type(layer) is nn.Linear``), so it stays the same, except where it
-    has a ``__call__`` of its own. Hooks, and what ``compile()`` has made of the module, keep their place inside the
-    call. Copies of the module are as it was before, if it may have ``copies``, and are refused otherwise.
+    User code may look at a module's class (``type(layer) is nn.Linear``), so the class stays the same unless it
+    overrides ``__call__``. Hooks, and what ``compile()`` has made of the module, keep their place inside the call. With
+    ``copies``, a copy of the module is not intercepted; without, copying raises an error.
 
     Returns:
-        A function that undoes it.
+        A function that undoes this.
     """
     own, attributes = type(module), vars(module)
     before = dict(attributes)
@@ -67,7 +67,7 @@ def intercept(module: nn.Module, call: Call, copies: bool = False) -> Callable[[
         restore()
         try:
             made = getattr(module, how)(argument)
-            if isinstance(made, tuple):  # what has been taken out is put back before it is used
+            if isinstance(made, tuple):  # place() changes the attributes again before the tuple is used
                 return tuple(dict(part) if part is attributes else part for part in made)
             return made
         finally:
@@ -103,7 +103,7 @@ def intercepted(root: nn.Module, paths: Sequence[str], call: Callable[..., Any])
 
 
 class logging_to:
-    """Calls ``log`` for ``self.log`` of ``module``, and so for ``log_dict``, within the context."""
+    """Replaces ``self.log`` of ``module`` by ``log`` within the context, and so what ``log_dict`` calls."""
 
     def __init__(self, module: nn.Module, log: Callable[..., None]) -> None:
         self._values, self._log = vars(module), log
@@ -135,7 +135,7 @@ Place: TypeAlias = tuple[str | int, ...]
 
 
 class Effect(NamedTuple):
-    """One of the things that a call did.
+    """One effect of a call.
 
     ======================  ====================  ==============================================
     ``kind``                ``place``             ``value``
@@ -150,9 +150,9 @@ class Effect(NamedTuple):
     fill                    where the tensor is   another tensor in the arguments that was written to, as it is now
     ======================  ====================  ==============================================
 
-    A list or dict is either an attribute, ``("attribute", module, name, ...)``, or in the arguments,
-    ``("argument", 0 or 1, ...)``, of which 0 are the positional ones. Modules are named by their path in the root. The
-    attributes of an object that is passed are a dict in it, named :data:`ATTRIBUTES`.
+    The place of a list or dict is an attribute, ``("attribute", module, name, ...)``, or in the arguments,
+    ``("argument", 0 or 1, ...)``: 0 for positional ones, 1 for others. Modules are named by their path in the root. The
+    attributes of an object in the arguments are a dict in it, named :data:`ATTRIBUTES`.
     """
 
     kind: Kind
@@ -165,7 +165,7 @@ ATTRIBUTES = "__dict__"
 
 @dataclass(frozen=True)
 class Given:
-    """Stands in an output for an object that the block was given, by its place in the arguments."""
+    """Represents, in an output, an object that the block was given, by its place in the arguments."""
 
     place: tuple[str | int, ...]
 
@@ -174,33 +174,33 @@ _Container: TypeAlias = Any  # a list, dict, set, deque or array
 _ENTERED = (list, dict, deque)
 _CONTAINERS = (*_ENTERED, set, np.ndarray)
 _PLAIN = (type(None), bool, int, float, str)
-_DEPTH, _MANY = 6, 10_000  # levels of objects in each other, and values of one, that are looked at
+_DEPTH, _MANY = 6, 10_000  # most levels of nesting, and most values of one container, that are searched
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), INTERCEPTED, _OWN_CALL, *_COPIED_BY}
 
 
 class EffectRecorder:
-    """Records the effects of one block's calls. Assignments to attributes are seen while :func:`hear_assignments`
-    holds.
+    """Records the effects of one block's calls. It sees assignments to attributes only while :func:`hear_assignments`
+    is in force.
 
     Args:
         path: path of the block in the root module.
         block: a module.
-        in_hooks: called with True before the user's hooks of a module run, and with False after them.
+        in_hooks: called with True before a module's user hooks run, and with False after them.
     """
 
     def __init__(self, path: str, block: nn.Module, in_hooks: Callable[[bool], None] | None = None) -> None:
         self._block = block
         self._modules = {m: f"{path}.{name}".rstrip(".") for name, m in block.named_modules()}
         self._in_hooks = in_hooks
-        self._kept: list[tuple[Place, _Container]] = []  # those in attributes
-        self._looked = -1  # the number of assignments of containers at the last look
+        self._kept: list[tuple[Place, _Container]] = []  # containers in attributes
+        self._looked = -1  # how many containers had been assigned when those were listed
 
     def call(
         self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any], fills: bool = False
     ) -> tuple[Any, list[Effect]]:
-        """Return the result of ``original(*args, **kwargs)``, and its effects, the output first; tensors that are
-        written to and are not the output only if they are asked for as ``fills``."""
+        """Return the result of ``original(*args, **kwargs)`` and its effects, the output first. Writes to argument
+        tensors other than the output are included only with ``fills``."""
         hooked: list[Effect] = []
         attributes: dict[tuple[nn.Module, str], None] = {}
         containers = [(place, c, _copy(c)) for place, c in self._containers(args, kwargs)]
@@ -253,7 +253,7 @@ class EffectRecorder:
             self._in_hooks(True)
 
     def _containers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Place, _Container]]:
-        """Yield each container once, by the first of its places."""
+        """Yield each container once, with the first of its places."""
         seen: set[int] = set()
         for which, name, value in _given(args, kwargs):
             if not isinstance(value, (Tensor, *_PLAIN)):
@@ -271,23 +271,23 @@ class EffectRecorder:
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, str | int, Any]]:
-    """Return the arguments of a call with their places: 0 and a number, or 1 and a name."""
+    """Return the arguments of a call with their places: (0, index) or (1, name)."""
     positional = ((0, place, value) for place, value in enumerate(args))
     return [*positional, *((1, name, value) for name, value in kwargs.items())]
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often ``tensor`` was written to; inference tensors do not count."""
+    """Return how often ``tensor`` was written to; 0 for inference tensors, which do not count writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _written(tensor: Tensor, before: int) -> bool:
-    """Return whether ``tensor`` may have been written to since :func:`version_of` it was ``before``."""
+    """Return whether ``tensor`` may have been written to since its :func:`version_of` was ``before``."""
     return tensor.is_inference() or version_of(tensor) != before
 
 
 def _held(containers: Iterable[tuple[Place, _Container, _Container]]) -> Iterator[tuple[Place, Tensor, int]]:
-    """Yield the tensors that lie in containers of the arguments, with their places and versions."""
+    """Yield the tensors in containers in the arguments, with their places and versions."""
     for place, _, container in containers:
         if place[0] == "argument" and isinstance(container, (list, Mapping)):
             for key, each in container.items() if isinstance(container, Mapping) else enumerate(container):
@@ -296,7 +296,7 @@ def _held(containers: Iterable[tuple[Place, _Container, _Container]]) -> Iterato
 
 
 class _Writes(TorchDispatchMode):
-    """Finds out which tensors are written to within the context: those of inference mode do not count it."""
+    """Finds out which tensors are written to within the context, since inference tensors have no version counter."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -311,15 +311,15 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def reached(self, tensor: Tensor) -> bool:
-        """Return whether memory of ``tensor`` was written to."""
+        """Return whether the memory of ``tensor`` was written to."""
         return bool(self._storages) and tensor.untyped_storage()._cdata in self._storages
 
 
 def _nested(
     place: Place, value: Any, seen: set[int], depth: int = _DEPTH, *, passed: bool = True
 ) -> Iterator[tuple[Place, _Container]]:
-    """Yield the containers in ``value`` whose ids are not in ``seen``, with their places; if it is ``passed`` to a
-    block, also those that are seen there alone."""
+    """Yield the containers in ``value`` whose ids are not in ``seen``, with their places. If ``value`` is ``passed`` to
+    a block, arrays, sets and the attributes of objects are included."""
     kind = type(value)
     attributes = attributes_of_object(value) if passed else None
     if id(value) in seen or not (passed or kind in (list, dict, tuple)):
@@ -343,7 +343,7 @@ def _nested(
 
 
 def _kind(container: _Container) -> Any:
-    """Return the class of Python's whose methods change ``container``: those of subclasses may do more."""
+    """Return Python's class whose methods change ``container``: overrides in subclasses may do more."""
     kinds = (OrderedDict, dict, list, deque, set)
     return next((kind for kind in kinds if isinstance(container, kind)), type(container))
 
@@ -356,7 +356,7 @@ def _copy(container: _Container) -> _Container:
 
 
 def _without(objects: dict[int, Place], output: Any) -> Any:
-    """Return ``output`` with :class:`Given` in the place of those of ``objects``, which are known by their ids."""
+    """Return ``output`` with :class:`Given` in place of each of ``objects``, whose keys are ids."""
     if all(id(leaf) not in objects for leaf in tree_leaves(output)):
         return output
     return tree_map(lambda leaf: Given(objects[id(leaf)]) if id(leaf) in objects else leaf, output)
@@ -404,7 +404,7 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
             case Effect("write", (_, *inside), value):
                 argument = _reach((args, kwargs), inside)
                 if not isinstance(argument, Placeholder) and not isinstance(value, Placeholder):
-                    # who holds the argument sees what the block has made of it
+                    # user code that holds the argument must see what the block wrote to it
                     result = argument if argument is value else argument.copy_(value)
             case Effect("fill", (_, *inside), value):
                 _reach((args, kwargs), inside).copy_(value)
@@ -423,7 +423,7 @@ def replay(effects: Sequence[Effect], root: nn.Module, args: tuple[Any, ...], kw
 
 
 def kept_attributes(effects: Sequence[Effect], root: nn.Module) -> list[Callable[[], None]]:
-    """Return functions that give the attributes of modules that :func:`replay` changes their values of now again."""
+    """Return functions that restore the present values of the module attributes that :func:`replay` will change."""
     undo: list[Callable[[], None]] = []
     for effect in effects:
         if effect.kind == "attribute":
@@ -465,12 +465,12 @@ def _change(container: Any, kind: Kind, value: Any) -> None:
 
 
 class _Assignments:
-    """Reports every assignment to an attribute of a module as it happens: comparing the attributes of all modules of a
-    block before and after each call would take longer than many a block."""
+    """Reports every assignment to an attribute of a module as it happens. Comparing the attributes of all of a block's
+    modules before and after each call would often take longer than the block."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[nn.Module, str], None]] = []
-        self.of_containers = 0  # their number so far
+        self.of_containers = 0  # how many containers have been assigned so far
         self._hearers = 0
         self._original = nn.Module.__setattr__
 

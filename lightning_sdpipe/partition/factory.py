@@ -1,4 +1,4 @@
-"""Common parts of the commands that look at a user's model: building it, and options that say how to cut it."""
+"""What commands that look at a user's model share: options that say how to cut it, and building it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE = 86400.0  # seconds that a child may take
 
 
 def parser(command: str, description: str) -> Parser:
-    """Return a parser with the arguments that all of these commands take."""
+    """Return a parser with the arguments that all these commands take."""
     parser = Parser(command, description)
     parser.add_argument(
         "factory",
@@ -60,10 +60,10 @@ def parser(command: str, description: str) -> Parser:
 
 
 def cuts(options: argparse.Namespace) -> list[PipelineCut]:
-    """Return how to cut each pipeline; one cut, if one number of stages was given.
+    """Return how to cut each pipeline; one cut if one number of stages was given.
 
     Raises:
-        ConfigurationError: the given options do not go together.
+        ConfigurationError: the options do not fit together.
     """
     depths: Sequence[int] = options.stages
     wanted = _partition(options)
@@ -74,7 +74,7 @@ def cuts(options: argparse.Namespace) -> list[PipelineCut]:
 
 
 def _partition(options: argparse.Namespace) -> Any:
-    """Return what ``--partition`` and its companion options say."""
+    """Return the partition that ``--partition``, ``--speeds`` and ``--bandwidth`` ask for."""
     given: str = options.partition
     if given == "balanced":
         return Balanced(options.speeds, options.bandwidth)
@@ -91,8 +91,7 @@ def _partition(options: argparse.Namespace) -> Any:
 
 
 def by_cut(plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
-    """Return each cut once, with a heading for people that names its pipelines; the heading is empty if there is one
-    plan."""
+    """Return each distinct cut with a heading that names its pipelines; the heading is empty if there is one plan."""
     pipelines: dict[tuple[range, ...], list[int]] = {}
     for number, plan in enumerate(plans):
         pipelines.setdefault(plan.spans, []).append(number)
@@ -125,10 +124,10 @@ def build(path: str) -> tuple[nn.Module, Any]:
 
 
 def step_of(path: str, module: nn.Module, batch: Any) -> Callable[..., Any]:
-    """Return the training step of what the factory ``path`` has made.
+    """Return the training step of the ``module`` that the factory ``path`` made.
 
     Raises:
-        ConfigurationError: it has made none, or no batch for it.
+        ConfigurationError: the module has none, or the factory made no batch.
     """
     step: Callable[..., Any] | None = getattr(module, "training_step", None)
     if step is None or batch is None:
@@ -138,10 +137,10 @@ def step_of(path: str, module: nn.Module, batch: Any) -> Callable[..., Any]:
 
 
 def _give_trainer(module: LightningModule) -> None:
-    """Give a module what its step may look at in a run: a Trainer that fits it, with optimizers."""
+    """Give a module what its step may look at in a run: a Trainer that is fitting it, and optimizers."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
-    log.setLevel(logging.WARNING)  # it tells about devices
+    log.setLevel(logging.WARNING)  # the Trainer lists its devices
     try:
         trainer = Trainer(
             accelerator="cpu",
@@ -162,7 +161,7 @@ def _give_trainer(module: LightningModule) -> None:
 
 
 def tried(work: Callable[[], _T]) -> _T:
-    """Return what ``work`` returns in a child of this process, where all that it changes remains."""
+    """Return what ``work`` returns in a child process, which keeps its changes from this one."""
     return apart(work, _PATIENCE)
 
 

@@ -1,8 +1,8 @@
-"""Values for a rank's part of a model that was built on ``meta``, as a whole initialisation would give them.
+"""Initial values for a rank's part of a model built on ``meta``, equal to those of a whole initialisation.
 
-While the user builds the model, every operation on meta tensors is written down. Replaying them on the CPU, from the
-random state at the beginning, gives the values that one process would have got. For tensors that a rank does not hold,
-only the random numbers are drawn, one tensor at a time, so that all later draws stay the same.
+While the user builds the model, every operation on meta tensors is recorded. Replaying them on the CPU, from the
+initial random state, gives the values that one process would have got. For tensors that a rank does not hold, only the
+random numbers are drawn, one tensor at a time, so that later draws stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ownership import Ownership, become
 from lightning_sdpipe.partition.placeholder import written_by
 
-# Functions of torch.nn.init that return at once on meta. The first samples until all values are accepted.
+# Functions of torch.nn.init that do nothing on meta. The first would sample until all values are accepted.
 _DO_NOTHING_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "dirac_")
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -57,16 +57,16 @@ class _Operation:
 
 
 class Initialisation:
-    """The operations by which a model on ``meta`` would have got its initial values."""
+    """The operations that would have given a model on ``meta`` its initial values."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no two get one address
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no two have the same address
         self._random_state: Tensor | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record operations on ``meta`` within the context, so that their results can be given values later."""
+        """Record operations on ``meta`` within the context, so that :meth:`replay` can compute their results."""
         whole = {name: self._whole(name) for name in _DO_NOTHING_ON_META}
         with _KeepData(), _Record(self), _patched(nn.init, whole):
             yield
@@ -93,8 +93,8 @@ class Initialisation:
     def replay(self, wanted: Sequence[Tensor]) -> list[Tensor]:
         """Return the values of ``wanted``, which must all be known, on the CPU.
 
-        Peak memory is that of the wanted tensors and the largest other one. Afterwards the random state of the CPU is
-        the same as if everything had been initialised.
+        Peak memory is that of the wanted tensors and the largest other one. Afterwards the CPU's random state is as if
+        everything had been initialised.
         """
         places = [self._place(t) for t in wanted]
         needed = self._needed({place.storage for place in places})
@@ -116,8 +116,8 @@ class Initialisation:
         self._random_state = None
 
     def _needed(self, storages: set[int]) -> list[tuple[_Operation, bool]]:
-        """Return the operations to run: those that the storages' values depend on (True), and those that only draw
-        (False)."""
+        """Return the operations to run: those on which the storages' values depend (True), and those that run only to
+        draw the same random numbers (False)."""
         needed: list[tuple[_Operation, bool]] = []
         for operation in reversed(self._operations):
             if operation.writes & storages:
@@ -128,7 +128,7 @@ class Initialisation:
         return needed[::-1]
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> None:
-        """Write down an operation, if it involves tensors on ``meta``."""
+        """Record an operation that involves tensors on ``meta``."""
         inputs, outputs = _on_meta((args, kwargs)), _on_meta(outcome)
         if not inputs and not outputs:
             return
@@ -139,7 +139,7 @@ class Initialisation:
         if not created and not changed:  # a view
             return
         if "dtype" in {a.name for a in func._schema.arguments} and isinstance(outcome, Tensor):
-            kwargs = {**kwargs, "dtype": outcome.dtype}  # the default may be another one later
+            kwargs = {**kwargs, "dtype": outcome.dtype}  # the default may change before the replay
         args, kwargs = tree_map(self._keep, (args, kwargs))
         places = [self._place(t) for t in outputs]
         writes = frozenset(created | changed)
@@ -147,7 +147,7 @@ class Initialisation:
         self._operations.append(_Operation(func, args, kwargs, frozenset(before), writes, places, draws, seed))
 
     def _new_seed(self) -> Tensor | None:
-        """Return the state of the generator if it has changed; drawing on meta leaves it alone."""
+        """Return the generator's state if user code has changed it; drawing on meta does not."""
         state = torch.get_rng_state()
         if self._random_state is not None and torch.equal(state, self._random_state):
             return None
@@ -168,11 +168,11 @@ class Initialisation:
 def materialise(module: nn.Module, ownership: Ownership, stage: int, initialisation: Initialisation) -> None:
     """Give the tensors of ``module`` that ``stage`` holds and that lie on ``meta`` their initial values, on the CPU.
 
-    They stay the same objects where :func:`~lightning_sdpipe.partition.ownership.become` can make them so; ties between
+    They stay the same objects where :func:`~lightning_sdpipe.partition.ownership.become` can do that; ties between
     names are kept. All other tensors stay on ``meta``.
 
     Raises:
-        ConfigurationError: a parameter was put on ``meta`` outside of the recording.
+        ConfigurationError: a tensor was put on ``meta`` while nothing was recorded.
     """
     held = set(ownership.held_by(stage))
     slots = [
@@ -217,7 +217,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _KeepData(TorchFunctionMode):
-    """Keeps the data of ``torch.tensor(data)`` on ``meta``, which would be forgotten before it can be recorded."""
+    """Keeps the data of ``torch.tensor(data)`` on ``meta``, which would be lost before it can be recorded."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -228,7 +228,7 @@ class _KeepData(TorchFunctionMode):
             return func(*args, **kwargs)
         real = func(*args, **{**kwargs, "device": _CPU})
         if not real.numel():
-            # Transformers asks for the device of an empty one, and leaves weights as they are if it is meta
+            # Transformers tests the device of an empty tensor, and does not initialise weights if it is meta
             return real
         return torch.empty_like(real, device=_META).copy_(real.detach()).requires_grad_(real.requires_grad)
 

@@ -1,8 +1,8 @@
-"""Messages of one stage to the next about a micro-batch: values that cross the cut, and effects of all earlier blocks.
-The stage that ran the blocks makes a message of their effects, and the next stage repeats them.
+"""Messages from one stage to the next about a micro-batch: values that cross the cut, and effects of all earlier
+blocks, which the next stage repeats.
 
-Both ends know the *layout* of a message once one like it has passed: then the values travel alone. A layout has the
-:class:`Structure` of each value that user code handed on: how its parts are nested, and what each part is.
+Both ends know the *layout* of a message once one like it has passed; then the values travel alone. A layout has the
+:class:`Structure` of each value in the effects: how its parts are nested, and what each part is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TensorMeta(NamedTuple):
 
 @dataclass(frozen=True)
 class Number:
-    """A Python number, which may differ from message to message: it travels as a float64, which holds it exactly."""
+    """A Python number, which may differ from message to message; it travels as a float64, which holds it exactly."""
 
     kind: str  # "bool", "int" or "float"
 
@@ -49,21 +49,21 @@ class Number:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant: None, a string, a dtype, a device or a given object; or an integer that no float64 holds."""
+    """A constant: None, a string, a dtype, a device, a :class:`Given`, or an integer too large for a float64."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """An object that cannot travel; later stages get only the name of its type."""
+    """An object that cannot travel; later stages learn only its type's name."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Travels:
-    """A tensor that is the message's value of this number."""
+    """A tensor that travels as the message's value with this index."""
 
     value: int
 
@@ -72,20 +72,20 @@ Part: TypeAlias = TensorMeta | Travels | Number | Constant | Opaque
 
 
 class Structure(NamedTuple):
-    """A value without its parts: tuples, lists, dicts, named tuples and all else that is a tree for torch, such as the
-    outputs of Hugging Face's models."""
+    """The nesting of a value, and its parts: of tuples, lists, dicts, named tuples and whatever else torch treats as a
+    tree, such as the outputs of Hugging Face's models."""
 
     spec: pytree.TreeSpec
     parts: tuple[Part, ...]
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
-        """Return the value with ``leaves`` in the places of its parts."""
+        """Return the value with ``leaves`` in place of its parts."""
         return next(iter(leaves)) if self.spec.is_leaf() else pytree.tree_unflatten(list(leaves), self.spec)
 
 
 def take_apart(value: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of ``value``, in order, and its structure. An object that cannot be described to another
-    process is a leaf."""
+    """Return the leaves of ``value``, in order, and its structure. A value whose structure cannot be pickled is one
+    leaf."""
     if isinstance(value, Tensor):
         return [value], Structure(_LEAF, (_part(value),))
     leaves, spec = pytree.tree_flatten(value)
@@ -102,14 +102,14 @@ _NUMBERS: Mapping[str, Any] = {"bool": bool, "int": int, "float": float}
 def _describable(spec: pytree.TreeSpec) -> bool:
     try:
         return bool(unpickled(pickle.dumps(spec)) == spec)
-    except Exception:  # a type, or a dict's key, that other processes cannot find: each says so in its own way
+    except Exception:  # a type, or a dict's key, that cannot be pickled: each kind raises its own error
         return False
 
 
 def unpickled(data: bytes) -> Any:
     """Unpickle what another worker of the run has sent."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of how it unpickles a leaf
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, about how it unpickles a leaf itself
         return pickle.loads(data)
 
 
@@ -126,7 +126,7 @@ def _part(leaf: Any) -> Part:
 
 
 class LeafKey(NamedTuple):
-    """Names one part of an effect of a block: the ``part``-th leaf of the ``which``-th effect of its kind and place."""
+    """The name of one leaf of a block's effects: leaf ``part`` of effect number ``which`` of its kind and place."""
 
     block: int
     kind: Kind
@@ -140,14 +140,14 @@ class EffectLayout(NamedTuple):
 
     kind: Kind
     place: Place
-    structure: Structure  # in which tensors of the message are Travels, and others a TensorMeta
+    structure: Structure  # its tensors are Travels if the message has them, else TensorMeta
 
 
 BlockLayout: TypeAlias = tuple[EffectLayout, ...]
 
 
 def effects_apart(block: int, effects: Sequence[Effect]) -> tuple[BlockLayout, list[tuple[Any, LeafKey, Part]]]:
-    """Return the layout of the effects of ``block``, and all leaves in them with their keys and parts."""
+    """Return the layout of the effects of ``block``, and all their leaves with their keys and parts."""
     apart = [take_apart(effect.value) for effect in effects]
     layout = tuple(EffectLayout(e.kind, e.place, s) for e, (_, s) in zip(effects, apart, strict=True))
     leaves = (leaf for of_effect, _ in apart for leaf in of_effect)
@@ -156,7 +156,7 @@ def effects_apart(block: int, effects: Sequence[Effect]) -> tuple[BlockLayout, l
 
 @dataclass(frozen=True)
 class Layout:
-    """A message without its values. ``blocks`` has the effects of every block before the cut, None for one that did not
+    """A message without its values. ``blocks`` has the effects of every block before the cut; None if it did not
     run."""
 
     values: tuple[TensorMeta, ...]
@@ -164,12 +164,12 @@ class Layout:
 
     @cached_property
     def last_block(self) -> int:
-        """Number of the last block that ran; −1 if none has."""
+        """Index of the last block that ran; −1 if none has."""
         return max((number for number, block in enumerate(self.blocks) if block is not None), default=-1)
 
     @cached_property
     def places(self) -> Mapping[LeafKey, int]:
-        """Number of the value at each leaf."""
+        """Index of the value at each leaf."""
         return {
             key: part.value
             for number, block in enumerate(self.blocks)
@@ -179,7 +179,7 @@ class Layout:
 
     @cached_property
     def first_numbers(self) -> Sequence[int]:
-        """Position of each block's first number among those of the message; the last entry is their count."""
+        """Index of each block's first number among the message's numbers; the last entry is their count."""
         firsts = [0]
         for block in self.blocks:
             parts = (part for effect in block or () for part in effect.structure.parts)
@@ -187,8 +187,8 @@ class Layout:
         return firsts
 
     def with_values_at(self, values: Sequence[int | None]) -> tuple[BlockLayout | None, ...]:
-        """Return the blocks as they are in a message in which value ``v`` of this one is ``values[v]``, or absent if
-        None."""
+        """Return the blocks for a message in which this one's value ``v`` has the index ``values[v]``, or is absent if
+        that is None."""
         known = self._moved.get(tuple(values))
         if known is None:
 
@@ -207,8 +207,8 @@ class Layout:
         return {}
 
     def encode(self) -> bytes:
-        """Return the layout for the header that precedes its first message, pickled: it goes to the next stage of the
-        same pipeline alone."""
+        """Return the layout, pickled, for the header of its first message. Only the next stage of the same pipeline
+        reads it."""
         return pickle.dumps((self.values, self.blocks))
 
     @classmethod
@@ -218,7 +218,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Message:
-    """A message: ``tensors`` belong to ``layout.values``; ``numbers`` are those of all effects, in order."""
+    """A message: ``tensors`` match ``layout.values``; ``numbers`` are those of all effects, in order."""
 
     tensors: Sequence[Tensor]
     numbers: Sequence[float]
@@ -235,7 +235,7 @@ def leaves_of(block: int, effects: Sequence[EffectLayout]) -> Iterator[tuple[Lea
 
 
 def with_parts(effect: EffectLayout, change: Callable[[Part], Part]) -> EffectLayout:
-    """Return the effect with ``change(part)`` in the place of each part."""
+    """Return the effect with ``change(part)`` in place of each part."""
     structure = effect.structure
     return effect._replace(structure=Structure(structure.spec, tuple(map(change, structure.parts))))
 
@@ -245,10 +245,10 @@ class Travel:
     """The values of one step that cross each cut, besides the output of the last block before it.
 
     Args:
-        crossing: the values by cut (the index of the first block after it), each as all leaves where it is found.
-        changed: leaves that something writes to after the block's call, so that they are copied before.
+        crossing: the values by cut (the index of the first block after it), each given by all leaves that hold it.
+        changed: leaves that are written to after the block's call, and so must be copied first.
         late: attributes of modules that the step changes in Python beyond the end of the first stage.
-        counted: Python values that the step changes outside of blocks depending on their value before.
+        counted: Python values that the step updates outside of blocks, as a counter.
         metrics: metrics that the step logs beyond the end of the first stage.
     """
 
@@ -263,10 +263,10 @@ NOTHING_MORE = Travel()
 
 
 class Sending:
-    """Data that a stage sends to the next one about one micro-batch.
+    """Collects what a stage sends to the next one about one micro-batch.
 
-    Where a block is skipped by chance, the value that it was given is used instead of its output. So the output of the
-    block before it travels in place of its own.
+    If a block is skipped at random, user code goes on with the value before it. So the output of the block before it
+    travels in place of its own.
 
     Args:
         received: the message that this stage received; None on the first stage.
@@ -289,7 +289,7 @@ class Sending:
         self._last: dict[LeafKey, Tensor] = {}  # the tensors of the last block that ran
 
     def add(self, block: int, effects: Sequence[Effect]) -> None:
-        """Add the effects of ``block``, which has run after all that were added before."""
+        """Add the effects of ``block``; blocks are added in the order in which they run."""
         self._keep_for_skipped(block)
         self._ran.append(block)
         self._blocks[block - self._span.start], leaves = effects_apart(block, effects)
@@ -306,7 +306,7 @@ class Sending:
         self._versions |= {key: version_of(tensor) for key, tensor in self._last.items() if key.kind == "output"}
 
     def message(self) -> Message:
-        """Return the message: what was added, and the received values that go on."""
+        """Return the message: the added effects, and the received values that travel on."""
         received = self._received
         self._keep_for_skipped(self._span.stop)
         at: dict[LeafKey, int] = {}
@@ -357,13 +357,13 @@ class Sending:
         return any(key.block in self._ran for key in leaves)
 
     def _instead_of(self, key: LeafKey) -> LeafKey | None:
-        """Return the leaf that is used in the place of a skipped block's output."""
+        """Return the leaf that takes the place of a skipped block's output."""
         before = [block for block in self._ran if block < key.block]
         return key._replace(block=before[-1]) if before and key.kind == "output" else None
 
     def _keep_for_skipped(self, until: int) -> None:
-        """Keep the output of the last block that ran, if a wanted output would have come since, before block
-        ``until``."""
+        """Keep the output of the last block that ran if a block skipped since, before block ``until``, would have made
+        a wanted output."""
         if not self._last:
             return
         for key in self._wanted:
@@ -391,7 +391,7 @@ class Sending:
 
 
 def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> BlockLayout:
-    """Return ``block`` with the tensors of the message at their places."""
+    """Return ``block`` with a :class:`Travels` at each leaf in ``at``."""
     keys = leaves_of(number, block)
 
     def located(effect: EffectLayout) -> EffectLayout:
@@ -405,7 +405,7 @@ def _located(number: int, block: BlockLayout, at: Mapping[LeafKey, int]) -> Bloc
 
 
 def whole_message(effects: Sequence[Effect]) -> Message:
-    """Return a message about the call of one block, by itself, with which all of its tensors travel."""
+    """Return a message about a single block's call, with all of its tensors."""
     layout, leaves = effects_apart(0, effects)
     at: dict[LeafKey, int] = {}
     tensors: list[Tensor] = []
@@ -422,13 +422,13 @@ def whole_message(effects: Sequence[Effect]) -> Message:
 
 
 class Receiving:
-    """Data that a stage received about one micro-batch.
+    """Gives out what a stage received about one micro-batch.
 
     Args:
-        message: the message of the stage before.
+        message: the message from the previous stage.
         chain: names of all blocks.
         device: where this stage computes.
-        changed: leaves that something writes to later, and which may have to be passed on as they are.
+        changed: leaves that are written to later, while the next stage may need them as they are.
     """
 
     def __init__(
@@ -481,7 +481,7 @@ class Receiving:
 
 
 class _Identity(torch.autograd.Function):
-    """The identity: the result has the same values and memory, but is no leaf, which may not be written to in place."""
+    """The identity: the result shares its input's memory but is no leaf, so that it may be written to in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

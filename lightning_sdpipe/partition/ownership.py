@@ -1,4 +1,4 @@
-"""Ownership of parameters and buffers by stages, and how a rank lets go of the others."""
+"""Which stages own each parameter and buffer, and how a rank releases the others."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_sdpipe.topology.groups import ProcessGroups
 class Ownership:
     """The stages that hold each parameter and buffer, by every name that it has in the module.
 
-    A tensor in a block belongs to the block's stage. A tensor outside of all blocks (a parameter that the user's own
-    glue code uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those; so
+    A tensor in a block belongs to the block's stage. A tensor outside all blocks (a parameter that user code between
+    blocks uses) is held by every stage, and a tensor with names in several stages (tied weights) by all of those; so
     are parameters that are different objects over the same ``memory``.
     """
 
@@ -37,22 +37,20 @@ class Ownership:
         return max(self.blocks.values(), default=0) + 1
 
     def stage_of(self, name: str) -> int:
-        """Return the stage whose block holds the tensor ``name``; the last one, where the step ends, if no block
+        """Return the stage whose block holds the tensor ``name``; the last stage, where the step ends, if no block
         does."""
         stage = _in_a_block(name, self.blocks)
         return self.num_stages - 1 if stage is None else stage
 
     def owners(self, name: str) -> tuple[int, ...]:
-        """Return the stages that hold the tensor ``name``; one that the module has got since is where its module
-        runs."""
+        """Return the stages that hold the tensor ``name``; for a tensor added since, :meth:`stage_of` it."""
         return self.stages.get(name) or (self.stage_of(name),)
 
     def held_by(self, stage: int) -> list[str]:
         return [name for name, owners in self.stages.items() if stage in owners]
 
     def shared_parameters(self, module: nn.Module) -> list[tuple[tuple[int, ...], str]]:
-        """Return the parameters that live on several stages, each once, as ``(owners, name)`` in the module's
-        order."""
+        """Return the parameters that several stages hold, each once, as ``(owners, name)`` in the module's order."""
         return [(self.stages[name], name) for name, _ in module.named_parameters() if len(self.stages[name]) > 1]
 
 
@@ -67,9 +65,9 @@ def assign_owners(
     """Return the ownership of ``module``'s tensors when stage ``j`` runs the blocks ``chain[b] for b in spans[j]``.
 
     With more spans than ``num_workers``, worker ``j`` runs the spans ``j``, ``j + num_workers`` and so on, and owns all
-    that they hold. ``readers`` are further stages that own a tensor, since they compute with it outside of its block.
-    ``memory`` is as :func:`~lightning_sdpipe.partition.same_memory.same_memory` finds it, before anything has moved;
-    found here if it is None.
+    that they hold. ``readers`` are further stages that own a tensor, since they compute with it outside its block.
+    ``memory`` is the result of :func:`~lightning_sdpipe.partition.same_memory.same_memory` before any tensor moved; if
+    None, it is found here.
     """
     num_workers = num_workers or len(spans)
     stage_of_block = {chain[block]: number % num_workers for number, span in enumerate(spans) for block in span}
@@ -89,15 +87,15 @@ def assign_owners(
 
 
 def _in_a_block(name: str, stages: Mapping[str, int]) -> int | None:
-    """Return the stage of the block that holds the tensor ``name``, given that of each block; None if no block does."""
+    """Return the stage of the block that holds the tensor ``name``, given each block's stage; None if no block does."""
     parts = name.split(".")
     paths = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return next((stages[path] for path in paths if path in stages), None)
 
 
 def buffers_now(module: nn.Module, ownership: Ownership, groups: ProcessGroups) -> dict[str, Tensor]:
-    """Return, for each buffer of ``module``, a tensor on ``meta`` of the shape and type that it has on the last stage
-    that holds it: a forward may assign another one. All stages of a pipeline must call it, and get the same."""
+    """Return, for each buffer of ``module``, a tensor on ``meta`` with its shape and type on the last stage that holds
+    it, since a forward may assign another one. All stages of a pipeline must call this, and get the same."""
     found: dict[str, Tensor] = {}
     stage, pipeline = groups.mesh.locate(groups.rank)
     for number, rank in enumerate(groups.mesh.pipeline_ranks(pipeline)):
@@ -112,8 +110,7 @@ def buffers_now(module: nn.Module, ownership: Ownership, groups: ProcessGroups) 
 
 
 def parameters_held(module: nn.Module, ownership: Ownership, stage: int) -> int:
-    """Return the number of elements of all parameters that a stage holds, each once: of its blocks, and of what several
-    stages hold."""
+    """Return the number of elements of all parameters that a stage holds, shared ones included, each counted once."""
     named = dict(module.named_parameters(remove_duplicate=False))
     held = {id(named[name]): named[name] for name in ownership.held_by(stage) if name in named}
     return sum(parameter.numel() for parameter in held.values())
@@ -123,7 +120,7 @@ _SAVES_NOTHING = 0.8
 
 
 def saves_nothing(module: nn.Module, ownership: Ownership) -> str:
-    """Return what to tell the user if every stage holds more than 80 % of the parameters; else nothing."""
+    """Return what to tell the user if every stage holds more than 80 % of the parameters; else an empty string."""
     total = sum(parameter.numel() for parameter in module.parameters())
     least = min(parameters_held(module, ownership, stage) for stage in range(ownership.num_stages))
     if ownership.num_stages == 1 or least <= _SAVES_NOTHING * total:
@@ -141,14 +138,14 @@ def saves_nothing(module: nn.Module, ownership: Ownership) -> str:
     )
 
 
-_SHOWN_DEPTH = 4  # of a module that is named
+_SHOWN_DEPTH = 4  # parts of a module's path that are shown
 
 
 def keep_only(module: nn.Module, ownership: Ownership, stage: int, device: torch.device) -> None:
     """Move the tensors that ``stage`` holds to ``device`` and all others to ``meta``; ties between names are kept.
 
-    A tensor on ``meta`` is a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`, and the same object as
-    before where :func:`become` can make it so.
+    A tensor on ``meta`` becomes a :class:`~lightning_sdpipe.partition.placeholder.WeightElsewhere`, and stays the same
+    object where :func:`become` can do that.
     """
     moved: dict[int, Tensor] = {}
     kept = {id(t) for name, t in _named_tensors(module) if stage in ownership.stages[name]}
@@ -178,8 +175,8 @@ def move(module: nn.Module, device: torch.device) -> None:
 
 
 def move_the_rest(module: nn.Module, device: torch.device) -> None:
-    """Do the rest of ``module.to(device)`` when :func:`keep_only` has moved parameters and buffers: move the states
-    of metrics and whatever else overrides ``_apply``, and set ``self.device``."""
+    """Complete ``module.to(device)`` after :func:`keep_only` has moved parameters and buffers: move metric states and
+    whatever else overrides ``_apply``, and set ``self.device``."""
     note_device(module, device=device)
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
@@ -196,18 +193,18 @@ def _move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
-    """Give ``parameter`` other memory, perhaps of another device. It stays the same object: users may hold it in lists
-    of their own."""
+    """Give ``parameter`` other memory, perhaps on another device. It stays the same object, since users may hold it in
+    lists of their own."""
     if torch._has_compatible_shallow_copy_type(parameter, value):
         parameter.data = value
-    else:  # between the CPU and most accelerators but CUDA
+    else:  # between the CPU and most accelerators other than CUDA
         torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))  # type: ignore[no-untyped-call]
 
 
 def become(tensor: Tensor, other: Tensor) -> Tensor:
-    """Make ``tensor`` what ``other`` is, its class and attributes included, and return it: whoever holds it, such as a
-    list of parameters or a callback, has the other then. If torch cannot do so, because there are weak references to it
-    or a graph has it, return ``other``."""
+    """Turn ``tensor`` into ``other``, its class and attributes included, and return it, so that every reference to it,
+    as in a list of parameters or a callback, sees the change. If torch cannot do this, because of weak references or an
+    autograd graph, return ``other``."""
     try:
         torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     except (RuntimeError, TypeError):

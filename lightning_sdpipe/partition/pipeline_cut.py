@@ -1,4 +1,4 @@
-"""User's request how to cut a model, before its blocks are known."""
+"""The user's choice of how to cut a model, before its blocks are known."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Balanced:
     """A cut that makes the slowest stage fastest, by measured times.
 
     Args:
-        speeds: relative speed of the device of each stage; all equal by default. 0.5 gets about half the work. With a
-            number of stages for each pipeline, a list for each.
+        speeds: relative speed of each stage's device; all equal by default. 0.5 gets about half the work. If you give
+            ``num_stages`` for each pipeline, give a list for each here, too.
         bandwidth: bytes per second between neighbouring stages, in either direction.
-        memory: bytes that training may use on the device of each stage, or lists as for ``speeds``; None: no check.
-            Counted are parameters, gradients, the optimizer's state, and what the micro-batches in flight keep.
+        memory: bytes that training may use on each stage's device, or lists as for ``speeds``; None: no check. This
+            counts parameters, gradients, the optimizer's state, and what the micro-batches in flight keep.
         optimizer_state: bytes of optimizer state for each byte of trained parameters: 2 for Adam, 1 with momentum, 0
             for plain SGD.
     """
@@ -37,8 +37,8 @@ class Balanced:
 
 @dataclass(frozen=True)
 class InFlight:
-    """Upper bounds of what each stage keeps under a schedule: measured micro-batches whose backward is still to come,
-    and copies of its weights."""
+    """Upper bounds of what each stage keeps under a schedule: micro-batches whose backward is yet to come, and copies
+    of the stage's weights."""
 
     micro_batches: Sequence[int]
     copies: Sequence[int]
@@ -49,8 +49,8 @@ Partition = Literal["auto", "uniform", "parameters", "balanced"] | Balanced | Se
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """A request how to cut a pipeline: into how many stages, how as for :func:`plan`, and what its schedule keeps,
-    which :class:`Balanced` with ``memory`` needs. ``pipeline`` is its number, None if all are cut the same way."""
+    """How to cut a pipeline: the number of stages, the partition, and what its schedule keeps, which :class:`Balanced`
+    with ``memory`` needs. ``pipeline`` is its number; None if all are cut the same way."""
 
     num_stages: int
     partition: Partition = "auto"
@@ -59,7 +59,7 @@ class PipelineCut:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Add the number of the pipeline to the message of a ConfigurationError that is raised within the context."""
+        """Add the pipeline's number to the message of a ConfigurationError raised within the context."""
         try:
             yield
         except ConfigurationError as error:
@@ -71,12 +71,12 @@ class PipelineCut:
 def cuts_of(
     depths: Sequence[int], partition: Partition | Sequence[Sequence[int]], in_flight: Callable[[int], InFlight]
 ) -> list[PipelineCut]:
-    """Return how to cut each of the pipelines with these numbers of stages.
+    """Return how to cut each pipeline when they differ in their number of stages.
 
     Args:
         depths: the number of stages of each pipeline.
         partition: a name for all of them, or a list for each.
-        in_flight: gives what the schedule keeps with a number of stages.
+        in_flight: returns what the schedule keeps for a number of stages.
 
     Raises:
         ConfigurationError: the cut of a pipeline is missing or invalid.
@@ -116,7 +116,7 @@ def _check_lists(name: str, given: Sequence[Any], depths: Sequence[int], example
 
 
 def is_measured(partition: Partition) -> bool:
-    """Return whether such a cut needs a batch."""
+    """Return whether this partition needs a batch, to measure times."""
     return partition == "balanced" or isinstance(partition, Balanced)
 
 
@@ -139,7 +139,7 @@ def check_partition(of: PipelineCut) -> None:
 
 
 def refuse_lists(partition: object) -> None:
-    """Raise ConfigurationError for a list for each pipeline, where all pipelines have one number of stages."""
+    """Raise ConfigurationError if ``partition`` has a list for each pipeline, while one number of stages was given."""
     given = [partition.speeds, partition.memory] if isinstance(partition, Balanced) else [partition]
     for values in given:
         listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
@@ -151,10 +151,10 @@ def refuse_lists(partition: object) -> None:
 
 
 def in_flight(schedule: str, num_stages: int, num_micro_batches: int) -> InFlight:
-    """Return what each of M stages keeps at most, when a mini-batch is m micro-batches.
+    """Return the most that each of M stages keeps when a mini-batch is m micro-batches.
 
-    Stage j has begun up to M − j micro-batches whose backward is to come with ``"1f1b"``, all m with ``"gpipe"``, and
-    M − j whole mini-batches with ``"pipedream"``, which keeps the weights of each, except on the last stage.
+    Stage j has up to M − j micro-batches whose backward is yet to come with ``"1f1b"``, all m with ``"gpipe"``, and
+    M − j whole mini-batches with ``"pipedream"``, which also keeps the weights of each, except on the last stage.
 
     Raises:
         ConfigurationError: the needs of this schedule are not known.

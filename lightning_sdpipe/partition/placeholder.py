@@ -1,4 +1,4 @@
-"""Tensors with a shape and no values, in place of the output of another stage's block, or of a weight that another
+"""Tensors with a shape but no values, in place of the output of another stage's block, or of a weight that another
 stage holds."""
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FROM_METADATA = {
     _aten.new_full.default,
     _aten.new_empty_strided.default,
 }
-# These draw until they accept a number. After them the generators of stages with other values would be apart.
+# These draw until they accept a number, so stages with other values would draw differently often.
 _DRAW_BY_VALUE = {
     _aten._standard_gamma.default,
     _aten._sample_dirichlet.default,
     _aten.poisson.default,
     _aten.binomial.default,
 }
-# These read a tensor's values without an operation that is dispatched.
+# These read a tensor's values without dispatching an operation.
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
-# These do so where torch calls them, as torch.tensor([...]) does for each element.
+# So do these when torch itself calls them, as torch.tensor([...]) does for each element.
 READS_NUMBER = {Tensor.__float__, Tensor.__int__, Tensor.__complex__, Tensor.__bool__, Tensor.__index__}
 
 
@@ -45,11 +45,11 @@ class OtherStages(str):
 
 
 class Placeholder(Tensor):
-    """A tensor that has the shape, dtype and device of a value which exists on an earlier stage only.
+    """A tensor with the shape, dtype and device of a value that exists only on an earlier stage.
 
-    Glue code of the user's forward may read its metadata and compute with it: operations on placeholders run on shapes
-    alone and give placeholders, at no cost in memory or arithmetic. One that reaches a block of this stage, or Python
-    as a number, is a value that skips the cut, and an error.
+    User code between blocks may read its metadata and compute with it: operations on placeholders run on shapes alone
+    and give placeholders, at no cost in memory or arithmetic. It is an error if one reaches a block of this stage, or
+    is read as a Python number: its value skips the cut.
     """
 
     origin: str
@@ -72,7 +72,7 @@ class Placeholder(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """True for a weight that is not here, so that code which goes through all weights recognises it."""
+        """True for a weight that another stage holds, so that code that walks all weights recognises it."""
         return isinstance(self.origin, OtherStages)
 
     @classmethod
@@ -94,7 +94,7 @@ class Placeholder(Tensor):
             return func(*tree_map_only(Placeholder, _without_values, args), **kwargs)
         if (wrong := _needs_values(func, args, kwargs)) is not None:
             raise SkippedCutError(placeholders[0], wrong)
-        if torch.Tag.nondeterministic_seeded in func.tags:  # so that later draws equal those of the other stages
+        if torch.Tag.nondeterministic_seeded in func.tags:  # draw, so that later draws equal those of other stages
             func(*tree_map_only(Placeholder, _any_values, args), **tree_map_only(Placeholder, _any_values, kwargs))
         device = torch.device(kwargs.get("device") or placeholders[0].device)
         if "device" in kwargs:
@@ -102,14 +102,14 @@ class Placeholder(Tensor):
         metas = tree_map_only(Tensor, _meta, (args, kwargs))
         try:
             outcome = func(*metas[0], **metas[1])
-        except RuntimeError:  # NotImplementedError too: some operations do not run on shapes alone
+        except RuntimeError:  # or its NotImplementedError: some operations do not run on shapes alone
             if func._schema.is_mutable:
                 raise SkippedCutError(placeholders[0], f"is written to by {func}") from None
             real = func(
                 *tree_map_only(Placeholder, _any_values, args), **tree_map_only(Placeholder, _any_values, kwargs)
             )
             outcome = tree_map_only(Tensor, lambda t: t.to("meta"), real)
-        # in-place operations return the placeholder that they changed
+        # an in-place operation returns the placeholder that it changed
         known = {id(placeholder.meta): placeholder for placeholder in placeholders}
 
         def as_placeholder(meta: Tensor) -> Placeholder:
@@ -130,11 +130,8 @@ class Placeholder(Tensor):
 
 
 class Unusable:
-    """Stands for a value that is not here: it may be passed around, and whatever else is done with it raises.
-
-    Args:
-        error: makes the error.
-    """
+    """Stands for a value that is not here: it may be passed around, but any operation on it raises what ``error``
+    returns."""
 
     def __init__(self, error: Callable[[], BaseException]) -> None:
         object.__setattr__(self, "_makes_error", error)
@@ -149,7 +146,7 @@ def _use(value: Unusable, *_: Any, **__: Any) -> NoReturn:
 
 
 def refuse_operations(kind: type[Unusable], *operations: str) -> None:
-    """Let these special methods of ``kind``, named without underscores, raise."""
+    """Make these special methods of ``kind``, named without underscores, raise its error."""
     for operation in operations:
         setattr(kind, f"__{operation}__", _use)
 
@@ -165,7 +162,7 @@ refuse_operations(
 
 
 class Absent(Unusable):
-    """A stand-in for an object of an earlier stage that is no tensor and cannot travel."""
+    """A stand-in for an earlier stage's object that is no tensor and cannot travel."""
 
     def __init__(self, kind: str, origin: str) -> None:
         message = (
@@ -177,9 +174,9 @@ class Absent(Unusable):
 
 
 class WeightElsewhere(Placeholder):
-    """A parameter or buffer that another stage holds, and that is on ``meta`` here. Operations on it alone are done
-    where it is. It reports this stage's device, since user code asks any parameter of a module for its device, and it
-    has the attributes that the user has set on the weight, by which parameters may be sorted into groups."""
+    """A parameter or buffer that another stage holds, and that is on ``meta`` here. It reports this stage's device,
+    since user code may ask any parameter of a module for its device, and it has the attributes that the user has set on
+    the weight, by which parameters may be sorted into groups."""
 
     @staticmethod
     def __new__(cls, weight: Tensor, device: torch.device, name: str) -> WeightElsewhere:
@@ -187,19 +184,19 @@ class WeightElsewhere(Placeholder):
         placeholder = Placeholder.__new__(cls, meta, device, OtherStages(repr(name)), weight.requires_grad)
         assert isinstance(placeholder, WeightElsewhere)
         vars(placeholder).update(attributes_of(weight))
-        placeholder._is_param = isinstance(weight, nn.Parameter)  # the result of isinstance(placeholder, nn.Parameter)
+        placeholder._is_param = isinstance(weight, nn.Parameter)  # decides isinstance(placeholder, nn.Parameter)
         return placeholder
 
     @property
     def grad(self) -> Placeholder | None:
-        """Placeholder of the gradient on another stage: a norm of all gradients that left it out would be wrong."""
+        """A placeholder of the gradient on another stage: a norm of all gradients without it would be wrong."""
         if not (self._is_param and self.requires_grad):
             return None
         return Placeholder(self.meta, self.device, OtherStages(f"the gradient of {self.origin}"))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        """Do nothing here: the gradient is set on the stage that holds it."""
+        """Do nothing: the stage that holds the weight sets its gradient."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightElsewhere:
         copied = WeightElsewhere.__new__(type(self), self, self.device, "")
@@ -212,12 +209,12 @@ _OWN = ("meta", "origin", "_is_param")
 
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
-    """Return the attributes that the user has set on a parameter or buffer, which may be elsewhere."""
+    """Return the attributes that the user has set on a parameter or buffer, which another stage may hold."""
     return {name: value for name, value in vars(weight).items() if name not in _OWN}
 
 
 class SkippedCutError(ConfigurationError):
-    """A value of another stage is used where it is absent."""
+    """A value of another stage is used on a stage that does not have it."""
 
     def __init__(self, placeholder: Placeholder, use: str) -> None:
         super().__init__(
@@ -233,7 +230,8 @@ class SkippedCutError(ConfigurationError):
 
 
 def refuse_placeholders(value: Any, where: str) -> None:
-    """Raise :class:`SkippedCutError` if a placeholder is in ``value``, which ``where`` is about to compute with."""
+    """Raise ConfigurationError if ``value``, with which ``where`` is about to compute, has a placeholder or an
+    :class:`Absent`."""
     for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Placeholder):
             raise SkippedCutError(leaf, f"is used by {where}")
@@ -242,7 +240,7 @@ def refuse_placeholders(value: Any, where: str) -> None:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operation of torch changes."""
+    """Return the arguments that a torch operation changes."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -251,7 +249,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return for what an operation needs the values of a placeholder; None if it runs on shapes alone."""
+    """Return why an operation needs the values of a placeholder; None if it runs on shapes alone."""
     if func is _aten._local_scalar_dense.default:
         return "is read as a Python number"
     if torch.Tag.dynamic_output_shape in func.tags:

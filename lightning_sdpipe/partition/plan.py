@@ -48,8 +48,8 @@ _Made = TypeVar("_Made")
 class Plan:
     """The chain of a model and its stages: stage ``j`` runs ``blocks[b] for b in spans[j]``.
 
-    ``travel`` has the values that cross the cuts, for each step that was rehearsed, and ``readers`` the stages that
-    need a weight of another stage's block. Blocks are the modules of :attr:`chain` there.
+    ``travel`` has the values that cross the cuts, for each rehearsed step, and ``readers`` the stages that need a
+    weight of another stage's block. Both number the modules of :attr:`chain` rather than the blocks.
     """
 
     blocks: tuple[Block, ...]
@@ -57,9 +57,9 @@ class Plan:
     travel: Mapping[str, Travel] = field(default_factory=dict)
     readers: Mapping[str, Sequence[int]] = field(default_factory=dict)
     lock_step: Mapping[str, int] = field(default_factory=dict)
-    """Steps of evaluation that no pipeline can run, with the calls of blocks that a batch makes at least."""
+    """Evaluation steps that no pipeline can run, each with the least number of block calls that a batch makes."""
     note: str = ""
-    """Why the stages of ``"auto"`` are far from even, if they are."""
+    """Why the stages of ``"auto"`` are far from even; empty if they are not."""
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def plan(
     in_flight: InFlight | None = None,
     attempt: Callable[[Callable[[], list[Plan]]], list[Plan]] = operator.call,
 ) -> Plan:
-    """Make a single plan as :func:`plans` does, for a cut of these values."""
+    """Make a single plan, as :func:`plans` does, for a cut with these options."""
     of = PipelineCut(num_stages, partition, in_flight)
     (made,) = plans(module, [of], names, measure, rehearse, attempt=attempt)
     return made
@@ -101,29 +101,29 @@ def plans(
 ) -> list[Plan]:
     """Find the chain of ``module`` and make a plan for each of ``cuts``.
 
-    If blocks are not named, the next of the chains of :func:`~lightning_sdpipe.partition.chain.find_chains` is tried
-    when the first cannot be cut so. With ``"auto"``, also those in which heavy modules are opened; the chain comes
-    first that makes the slowest stage fastest.
+    If blocks are not named, the chains of :func:`~lightning_sdpipe.partition.chain.find_chains` are tried in order
+    until one can be cut. ``"auto"`` also tries chains in which heavy modules are opened, beginning with the chain that
+    makes the slowest stage fastest.
 
     Args:
-        module: its parameters may be on ``meta``.
-        cuts: the number of stages, M, and where: ``"auto"``: the slowest stage is as fast as possible, by counted costs
-            of the blocks; by bytes of parameters if there are no costs. ``"uniform"``: equally many blocks.
+        module: the module; its parameters may be on ``meta``.
+        cuts: the number of stages, M, and the partition. ``"auto"``: the slowest stage is as fast as possible, by the
+            blocks' counted costs, or by bytes of parameters if there are no costs. ``"uniform"``: equally many blocks.
             ``"parameters"``: the largest stage has as few parameters as possible. ``"balanced"`` or :class:`Balanced`:
             the slowest stage is as fast as possible, by measured times. A list: the number of blocks of each stage.
         names: names of the blocks, as for :func:`~lightning_sdpipe.partition.chain.find_chains`.
-        measure: gives the profile of the blocks; called for ``"balanced"`` only.
-        rehearse: runs the user's steps with a chain, to see in which order its modules run and what crosses a cut;
-            returns None if that cannot be found out. Called for several stages only.
-        count: counts the costs of a step; returns None if it cannot be run. Called for ``"auto"`` and several stages
+        measure: returns the profile of the blocks; called for ``"balanced"`` only.
+        rehearse: runs the user's steps with a chain, to find the order of its modules and what crosses a cut; returns
+            None if it cannot. Called for several stages only.
+        count: counts the costs of a step; returns None if it cannot run. Called for ``"auto"`` with several stages
             only.
-        memory: bytes of a device. Stages of ``"auto"`` whose weights, gradients and optimizer states need more are
-            avoided, if they can be.
-        attempt: calls the function that it is given, which tries one chain, and returns what that returns. In a process
-            of its own, what the steps keep is as before them for the next chain. The last chain is tried without.
+        memory: bytes of a device. ``"auto"`` avoids, if it can, stages whose weights, gradients and optimizer states
+            need more.
+        attempt: calls a function, which tries one chain, and returns its result. If it does so in a child process, what
+            the steps change is undone for the next chain. The last chain is tried without it.
 
     Raises:
-        ConfigurationError: the chain cannot be cut so.
+        ConfigurationError: no chain can be cut this way.
     """
     for each in cuts:
         check_partition(each)
@@ -135,21 +135,21 @@ def plans(
 
     def made(chain: Sequence[str]) -> list[Plan]:
         work = partial(planner.plans_of, chain)
-        return work() if chain is last else attempt(work)  # no other chain finds what the steps keep in the last one
+        return work() if chain is last else attempt(work)  # no other chain follows the last
 
     return _first([*others, last], made)
 
 
 def _automatic(cuts: Sequence[PipelineCut]) -> list[int]:
-    """Return the numbers of stages of the cuts that costs decide."""
+    """Return the number of stages of each cut that costs decide."""
     return [each.num_stages for each in cuts if each.partition == "auto" and each.num_stages > 1]
 
 
 def _first(candidates: Iterable[_Candidate], made: Callable[[_Candidate], _Made]) -> _Made:
-    """Return what is ``made`` of the first candidate of which it can be.
+    """Return ``made(candidate)`` for the first candidate that does not raise ConfigurationError.
 
     Raises:
-        ConfigurationError: it can be of none; the reason is that of the first.
+        ConfigurationError: all candidates raised it; this is the first one's.
     """
     refused: ConfigurationError | None = None
     for candidate in candidates:
@@ -162,7 +162,7 @@ def _first(candidates: Iterable[_Candidate], made: Callable[[_Candidate], _Made]
 
 
 def _needs_no_blocks(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[PipelineCut]) -> bool:
-    """Return whether there is nothing to cut, and ``module`` has no blocks, which draw from streams of their own."""
+    """Return whether there is nothing to cut and ``module`` has no blocks; blocks would draw from their own streams."""
     if names is not None or any(each.num_stages > 1 for each in cuts):
         return False
     try:
@@ -173,14 +173,14 @@ def _needs_no_blocks(module: nn.Module, names: Sequence[str] | None, cuts: Seque
 
 
 _CLOSE = 1.05
-"""Ratings whose ratio is smaller are equal."""
+"""Ratings count as equal if their ratio is smaller."""
 _STATES = 3.0
-"""Bytes of the gradient and of Adam's states for each byte of a trained parameter."""
+"""Ratio of the bytes of gradient and Adam states to those of the trained parameter."""
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """The search for plans; see :func:`plans` for its fields. ``costs`` are None if they are not known."""
+    """The search for plans; see :func:`plans` for its fields. ``costs`` is None if they are not known."""
 
     module: nn.Module
     cuts: Sequence[PipelineCut]
@@ -191,9 +191,9 @@ class _Planner:
     costs: Costs | None
 
     def chains(self) -> Iterable[Sequence[str]]:
-        """Return the chains to try; with costs in the order in which they run and without modules that run more than
-        once, and first those whose slowest stage is fastest. Of each chain, those are tried as well in which heavy
-        blocks are opened."""
+        """Return the chains to try. If costs are known, chains are in the order in which they run, without modules that
+        run more than once; chains with heavy blocks opened are added; and those whose slowest stage is fastest come
+        first."""
         found = find_chains(self.module, self.names)
         if self.costs is None:
             return found
@@ -214,7 +214,7 @@ class _Planner:
         """Return the plans for the chain ``found``.
 
         Raises:
-            ConfigurationError: it cannot be cut so.
+            ConfigurationError: the chain cannot be cut this way.
         """
         num_stages = max(cut.num_stages for cut in self.cuts)
         for each in self.cuts:
@@ -228,13 +228,13 @@ class _Planner:
         return _first(ways, lambda blocks: [self._cut(blocks, each, rehearsed) for each in self.cuts])
 
     def _rated(self, blocks: Sequence[Block]) -> float:
-        """Return the sum of the ratings over pipelines of so many stages."""
+        """Return the sum of the ratings over the automatic cuts."""
         return sum(self._even(blocks, num_stages)[1] for num_stages in _automatic(self.cuts))
 
     def _even(
         self, blocks: Sequence[Block], num_stages: int, rehearsed: RehearsalResult | None = None
     ) -> tuple[tuple[range, ...], float, Sequence[float]]:
-        """Return the spans of a cut by costs, its rating (:func:`~lightning_sdpipe.partition.balance.even`), and the
+        """Return the spans of a cut by costs, its rating by :func:`~lightning_sdpipe.partition.balance.even`, and the
         time of each block."""
         sizes = [parameter_bytes(self.module, block) for block in blocks]
         held = [size + _STATES * trained for size, trained in sizes]
@@ -248,12 +248,12 @@ class _Planner:
         return *even(seconds, held, num_stages, possible, self.memory), seconds
 
     def _blocks(self, chain: Sequence[str], rehearsed: bool) -> Sequence[tuple[Block, ...]]:
-        """Return the ways in which modules of a chain may be joined to blocks."""
+        """Return the ways in which modules of a chain may be joined into blocks."""
         single = tuple((path,) for path in chain)
         if self.names is not None:
             return [single]
         joined = join_ends(self.module, chain)
-        # the values that cross a cut within a block are known
+        # after a rehearsal, the values that cross a cut between joined modules are known
         return list(dict.fromkeys((joined, single))) if rehearsed else [joined]
 
     def _rehearsed(self, chain: Sequence[str], num_stages: int) -> tuple[Sequence[str], RehearsalResult | None]:
@@ -275,7 +275,7 @@ class _Planner:
         with of.named():
             if of.partition != "auto" or of.num_stages == 1:
                 return self._cut_into(blocks, of, "uniform" if of.partition == "auto" else of.partition, rehearsed)
-            # which cuts are refused, and why, is found out only if the first is
+            # only if the first cut is refused does _even find out which cuts are possible
             for known in [None] if rehearsed is None else [None, rehearsed]:
                 spans, rating, seconds = self._even(blocks, of.num_stages, known)
                 try:
@@ -315,8 +315,8 @@ class _Planner:
 
 
 def _close_ones_first(candidates: Sequence[_Candidate], rating: Callable[[_Candidate], float]) -> list[_Candidate]:
-    """Return candidates that are rated about as well as the best in their order, then the others by their rating. If
-    all have too few blocks, the longest is the first, since that one's refusal says how many there may be."""
+    """Return the candidates that are rated about as well as the best, in their order, then the others by rating. If
+    all have too few blocks, the longest comes first, since its refusal says how many stages are possible."""
     known = [(rating(candidate), candidate) for candidate in candidates]
     limit = _CLOSE * min(each for each, _ in known)
     if math.isinf(limit):
@@ -325,7 +325,7 @@ def _close_ones_first(candidates: Sequence[_Candidate], rating: Callable[[_Candi
 
 
 def _uneven(made: Plan, seconds: Sequence[float], refused: str) -> str:
-    """Return why the slowest stage has much more than its part of the costs; nothing if it has not."""
+    """Return why the slowest stage has much more than its share of the costs; empty if it has not."""
     of_stages = [sum(seconds[span.start : span.stop]) for span in made.spans]
     slowest = max(range(len(of_stages)), key=of_stages.__getitem__)
     if of_stages[slowest] <= MUCH * sum(seconds) / len(of_stages):
@@ -342,8 +342,8 @@ def _uneven(made: Plan, seconds: Sequence[float], refused: str) -> str:
 
 
 def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: RehearsalResult | None) -> Profile:
-    """Return the profile with all bytes that cross a cut after each block in a training step; None where the chain
-    cannot be cut."""
+    """Return the profile with all bytes that cross a cut after each block in a training step; ``activation_bytes`` is
+    None where the chain cannot be cut."""
     if rehearsed is None or "training_step" not in rehearsed.traces:
         return profile
     crossings = [rehearsed.crossing("training_step", end) for end in accumulate(len(block) for block in blocks)]
@@ -358,7 +358,7 @@ def with_crossing(profile: Profile, blocks: Sequence[Block], rehearsed: Rehearsa
 
 
 def check(module: nn.Module, names: Sequence[str] | None, cuts: Sequence[PipelineCut]) -> None:
-    """Raise ConfigurationError if ``module`` cannot be cut in these ways, as far as can be seen without a batch."""
+    """Raise ConfigurationError if it is clear without a batch that ``module`` cannot be cut in these ways."""
     for each in cuts:
         check_partition(each)
     same_memory(module)
@@ -375,7 +375,7 @@ def _check_chain(
     for each in cuts:
         with each.named():
             given = each.partition
-            opened = leaves if given == "auto" and names is None else 0  # which opens heavy modules
+            opened = leaves if given == "auto" and names is None else 0  # "auto" opens heavy modules
             sizes: Any = "uniform" if isinstance(given, (str, Balanced)) else given
             spans = cut(max(len(blocks), opened), each.num_stages, sizes, ends(blocks))
         if given == "uniform" or not isinstance(given, (str, Balanced)):
@@ -388,7 +388,7 @@ def _check_chain(
 
 
 def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
-    """Raise ConfigurationError if ``module`` lacks one of the ``blocks`` of rank 0's, with so many parameters."""
+    """Raise ConfigurationError unless ``module`` has each of rank 0's ``blocks`` with its number of parameters."""
     for block, size in zip(blocks, sizes, strict=True):
         try:
             own = f"has {num_parameters(module, block):,}"
@@ -402,14 +402,14 @@ def check_same_chain(module: nn.Module, blocks: Sequence[Block], sizes: Sequence
 
 
 def num_parameters(module: nn.Module, block: Block) -> int:
-    """Return the number of elements of the parameters of a block; tied ones count once."""
+    """Return the number of elements of a block's parameters; tied ones count once."""
     parameters = {id(p): p.numel() for path in block for p in module.get_submodule(path).parameters()}
     return sum(parameters.values())
 
 
 def transfer_seconds(block: BlockProfile, bandwidth: float) -> float:
-    """Return the time to send a block's output to the next stage and its gradient back; infinite if it cannot
-    travel."""
+    """Return the seconds to send a block's output to the next stage and its gradient back; infinite if the output
+    cannot travel."""
     if block.activation_bytes is None:
         return math.inf
     return (block.activation_bytes + block.gradient_bytes) / bandwidth
@@ -440,7 +440,7 @@ def _memory(options: Balanced, profile: Profile, in_flight: InFlight | None) -> 
 
 
 def _each(values: Any) -> list[float]:
-    """Return the values of one pipeline; that there is one list only is checked before."""
+    """Return the values of one pipeline; lists for several have been refused before."""
     return list(values or ())
 
 
@@ -452,12 +452,12 @@ def cut(
     Args:
         num_blocks: length of the chain.
         num_stages: M.
-        partition: ``"uniform"`` gives every stage the same number of blocks, the first ones one more where the division
-            leaves a rest; a list gives the number of blocks of each stage.
+        partition: ``"uniform"`` gives every stage the same number of blocks, and the first ones one more if the
+            division leaves a remainder; a list has the number of blocks of each stage.
         named: the names of the blocks, for messages.
 
     Raises:
-        ConfigurationError: more stages than blocks, or a list that does not add up.
+        ConfigurationError: there are more stages than blocks, or the list does not add up.
     """
     if num_stages > num_blocks:
         blocks = f"{num_blocks} blocks" if num_blocks > 1 else "only block"

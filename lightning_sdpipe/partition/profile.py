@@ -1,4 +1,4 @@
-"""Profiles of the blocks of a chain: what each costs, and how much crosses a cut after it."""
+"""Profiles the blocks of a chain: what each costs, and how much crosses a cut after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BlockProfile:
     activation_bytes: int | None  # bytes that would cross a cut after it; None: the output cannot travel
     gradient_bytes: int  # bytes that would come back over it
     parameter_bytes: int = 0  # tied ones count in every block that has them
-    trained_bytes: int = 0  # of these
+    trained_bytes: int = 0  # those of them that are trained
     saved_bytes: int = 0  # kept from its forward to its backward
 
 
@@ -47,16 +47,16 @@ def profile(
     """Measure each block while ``step`` runs forward and backward; take medians over ``repeats`` runs after a first
     one.
 
-    What the step changes stays changed, as with a rehearsal; gradients do not stay. With activation checkpointing the
-    recomputation is part of the backward, as it is in training.
+    What the step changes stays changed, as with a rehearsal, except gradients. With activation checkpointing,
+    recomputation counts as backward, as in training.
 
     Args:
         module: the whole module, on ``device``.
         blocks: its chain.
-        step: a function that calls the user's training step on one micro-batch and returns its loss.
+        step: calls the user's training step on one micro-batch and returns its loss.
         device: where the blocks run.
         repeats: how many runs are measured.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
 
     Raises:
         ConfigurationError: the module is not whole, or a block does not run in the step.
@@ -110,7 +110,7 @@ def _measure(
 
     def call(index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = original(*args, **kwargs)
-        if index not in stamps.returned:  # else checkpointing runs it again during backward
+        if index not in stamps.returned:  # else checkpointing recomputes it during the backward
             stamps.returned[index] = now()
             stamps.crossing[index] = _crossing(output)
             trained = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
@@ -142,8 +142,8 @@ def _measure(
 def _backward_seconds(arrived: Mapping[int, float], num_blocks: int, end: float) -> list[float]:
     """Return the time of each block's backward, from the gradient of its output to that of its input."""
     seconds = [0.0] * num_blocks
-    for block in range(num_blocks):  # upwards: `end` is when the blocks below began
-        if block in arrived:  # else no gradient passes: it and those below it are frozen
+    for block in range(num_blocks):  # `end` is the time when the backward of the block before this one began
+        if block in arrived:  # else no gradient passes: this block and those before it are frozen
             seconds[block] = end - arrived[block]
             end = arrived[block]
     return seconds
@@ -164,11 +164,11 @@ def _crossing(output: Any) -> tuple[int | None, int]:
 def recording_saved(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list[int]]:
     """Record, while one step runs, what autograd keeps for the backward of each block; the list is filled afterwards.
 
-    The numbers are bytes without parameters and buffers; each memory counts once, with the first block that keeps it.
-    The user's code between two blocks counts with the later one, and code after the last block with that block.
+    The numbers are bytes, without parameters and buffers; each storage counts once, with the first block that keeps it.
+    User code between two blocks counts with the later one, and code after the last block with that block.
     """
     lasting = {_memory(t) for t in (*module.parameters(), *module.buffers())}
-    kept: list[dict[int, Tensor]] = [{} for _ in blocks]  # the tensors too, so that their memory is not used again
+    kept: list[dict[int, Tensor]] = [{} for _ in blocks]  # keep the tensors, so that their memory is not reused
     returned = 0
     sizes: list[int] = []
 
@@ -180,7 +180,7 @@ def recording_saved(module: nn.Module, blocks: Sequence[Block]) -> Iterator[list
 
     def count(index: int, *_: Any) -> None:
         nonlocal returned
-        returned = max(returned, index + 1)  # checkpointing runs blocks again during the backward
+        returned = max(returned, index + 1)  # checkpointing recomputes earlier blocks during the backward
 
     with ExitStack() as stack:
         for index, block in enumerate(blocks):

@@ -1,8 +1,9 @@
-"""Provenance of every tensor of a step: the block that made it, its operands, and what of it the block hands on.
+"""Traces the provenance of every tensor in a step: the block that made it, its operands, and where it is handed on.
 
-The whole step runs in one process, under a mode that sees each operation of torch. A *value* is identified by the write
+The whole step runs in one process, under a mode that sees each torch operation. A *value* is identified by the write
 that last changed its storage, by its place in that storage, and by its gradient's identity: storage alone cannot tell a
-Flatten from its input, nor a value from its detached alias. Nothing here keeps a tensor or an autograd graph alive.
+Flatten's output from its input, nor a value from its detached alias. Nothing here keeps a tensor or an autograd graph
+alive.
 
 :mod:`~lightning_sdpipe.partition.backward_slice` reads these traces.
 """
@@ -29,7 +30,7 @@ from lightning_sdpipe.partition.python_values import tensors_within
 from lightning_sdpipe.partition.same_memory import kept_over_steps, tensors_in_attributes
 
 OUTSIDE = -1
-"""Number in the place of a block for user code between blocks, hooks included."""
+"""In place of a block's index: user code between blocks, hooks included."""
 
 Origin: TypeAlias = Literal["operation", "weight", "given", "unseen"]
 TensorKey: TypeAlias = tuple[Any, ...]
@@ -40,23 +41,23 @@ Gradient: TypeAlias = tuple[Any, ...] | None
 class Write:
     """The origin of a storage's contents.
 
-    ``origin`` is an "operation", or the contents were there before: a "weight" (a parameter or buffer, whose ``name``
-    it is), "given" (the batch, a tensor in an attribute, a constant of user code outside of blocks), or "unseen" (first
-    read within a block).
+    ``origin`` is an "operation", or what had the contents before: a "weight" (the parameter or buffer ``name``),
+    "given" (the batch, a tensor in an attribute, a constant of user code between blocks), or "unseen" (first read
+    within a block).
     """
 
     origin: Origin
     block: int
     position: int  # the code at position p runs before block p has returned, and after block p − 1 has
     step: int
-    name: str = ""  # of the operation and the module in which it ran
+    name: str = ""  # the operation and the module in which it ran, or the weight
     reads: Sequence[Value] = ()
 
 
 @dataclass(eq=False)
 class Storage:
-    """A storage. ``aliases`` are the views that were taken of it, by their place: the block in which, and the place and
-    gradient of what they are views of."""
+    """A storage. ``aliases`` has the views taken of it, by their place: the block that took the view, and the place and
+    gradient of the viewed tensor."""
 
     write: Write
     aliases: dict[TensorKey, set[tuple[int, TensorKey, Gradient]]] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Value:
-    """The contents of a part of a storage after a write, as something that gradients flow through in one way."""
+    """The contents of a part of a storage after a write, at one place in the autograd graph."""
 
     write: Write
     storage: Storage
@@ -74,7 +75,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Use:
-    """Values that ``what`` needs at ``position`` (see :class:`Write`) in user code outside of blocks."""
+    """Values that ``what`` needs at ``position`` (see :class:`Write`) in user code between blocks."""
 
     values: Sequence[Value]
     what: str
@@ -83,12 +84,12 @@ class Use:
 
 @dataclass
 class StepTrace:
-    """The trace of one step: in which order blocks were called; the values that the operations of each block read, with
-    their names; where user code outside of blocks turned values into Python's, or into a shape, and where it wrote them
-    into a tensor (the first of the values); the values that the step returned, logged and kept in buffers; the values
-    that the blocks handed on, with the bytes of each tensor and of its gradient; and which of these are written to
-    later. ``kept`` has what attributes of modules hold when each block has returned and at the end, unless nothing is
-    kept from one step to the next. ``logged`` has the names that the step logs, with the block and the position."""
+    """The trace of one step: the order in which blocks were called; the values that each block's operations read, with
+    the operations' names; where user code between blocks turned values into Python values or shapes, and where it wrote
+    them into a tensor (the first of the values); the values that the step returned, logged and kept in buffers; the
+    values that the blocks handed on, with the bytes of each tensor and of its gradient; and which of these are written
+    to later. ``kept`` has what module attributes hold after each block and at the end, if a step leaves tensors in
+    them. ``logged`` has the names that the step logs, with the block and the position."""
 
     order: list[int] = field(default_factory=list)
     reads: dict[int, list[tuple[Sequence[Value], str]]] = field(default_factory=dict)
@@ -103,15 +104,15 @@ class StepTrace:
 
 
 class CalledAgain(BaseException):
-    """Leaves a step that has called a block for the second time, and says how many calls of blocks it has made. It is
-    not an Exception, so that a broad ``except`` in user code does not stop it."""
+    """Leaves a step that calls a block for the second time, with the number of its calls of blocks. It is not an
+    Exception, so that a broad ``except`` in user code does not stop it."""
 
 
 def note_call(order: list[int], block: int, once: bool) -> None:
     """Add a call of ``block`` to the ``order`` of calls.
 
     Raises:
-        CalledAgain: it was called before, which is to happen ``once``.
+        CalledAgain: the block was called before, and may be called only ``once``.
     """
     order.append(block)
     if once and block in order[:-1]:
@@ -119,12 +120,12 @@ def note_call(order: list[int], block: int, once: bool) -> None:
 
 
 class ProvenanceTracer(TorchDispatchMode):
-    """Labels the tensors of ``module``'s steps; see the module's docstring.
+    """Traces the tensors of the steps of ``module``, as described above.
 
     Args:
         module: the whole module.
         chain: paths of its blocks.
-        once: whether a step is left by :class:`CalledAgain`.
+        once: whether a second call of a block ends the step by :class:`CalledAgain`.
     """
 
     def __init__(self, module: nn.Module, chain: Sequence[str], once: bool = False) -> None:
@@ -133,8 +134,8 @@ class ProvenanceTracer(TorchDispatchMode):
         self.traces: list[StepTrace] = []
         self._module = module
         self._chain = chain
-        self.weights_read: set[str] = set()  # their first names
-        self._storages: dict[int, Storage] = {}  # those that live, by address
+        self.weights_read: set[str] = set()  # by the first of each weight's names
+        self._storages: dict[int, Storage] = {}  # those that are alive, by address
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._block = OUTSIDE
         self._called = OUTSIDE  # the block whose call is under way, hooks included
@@ -150,7 +151,7 @@ class ProvenanceTracer(TorchDispatchMode):
                 self._begin(kept, "given")
 
     def run(self, step: Callable[[], Any], batch: Any) -> None:
-        """Run one whole step on ``batch``, and add its trace."""
+        """Run one whole step on ``batch``, and append its trace."""
         self.traces.append(StepTrace())
         self._position = 0
         for tensor in tensors_within(batch):
@@ -162,7 +163,7 @@ class ProvenanceTracer(TorchDispatchMode):
             undo.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
             undo.callback(hooks.register_module_forward_hook(self._leave_module, always_call=True).remove)
             undo.enter_context(logging_to(self._module, self._log))
-            # else another block's cast of a shared weight would be taken for that block's work
+            # else a block could reuse another block's cast of a shared weight
             undo.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             undo.enter_context(_FunctionsOfPython(self))
@@ -178,7 +179,7 @@ class ProvenanceTracer(TorchDispatchMode):
         trace.changed = frozenset(key for key, v in trace.leaves.items() if v.storage.write is not v.write)
 
     def blocks_of_weights(self) -> dict[str, set[int]]:
-        """Return the blocks that hold each parameter and buffer, by its first name; none for those outside of all
+        """Return the blocks that hold each parameter and buffer, by its first name; none for those outside all
         blocks."""
         inside = [
             {id(t) for t in (*block.parameters(), *block.buffers())}
@@ -216,7 +217,7 @@ class ProvenanceTracer(TorchDispatchMode):
         return outcome
 
     def read_by_python(self, tensor: Tensor, function: str) -> None:
-        """Note that user code asks for the tensor's values without an operation."""
+        """Note that user code reads the tensor's values without an operation."""
         value = self._value(tensor)
         if value is not None and self._block == OUTSIDE:
             self.traces[-1].python_reads.append(Use([value], function, self._position))
@@ -257,8 +258,8 @@ class ProvenanceTracer(TorchDispatchMode):
             self._enter(tensor, Write(origin, self._block, self._position, self._step, name))
 
     def _enter(self, tensor: Tensor, write: Write) -> None:
-        """Note a storage until it dies and another one may get its address. Python's weak reference to it keeps no part
-        of it alive; torch's would keep the C++ object, and thousands of these would scatter over the heap."""
+        """Record a storage until it dies, since another one may then get its address. Python's weak reference keeps no
+        part of it alive; torch's would keep the C++ object, and thousands of these would fragment the heap."""
         storage = _values_of(tensor).untyped_storage()
         self._storages[storage._cdata] = Storage(write)
         self._references[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
@@ -325,7 +326,7 @@ class ProvenanceTracer(TorchDispatchMode):
 
 
 class Solitary(TorchDispatchMode):
-    """Refuses operations that communicate with other processes, in the block."""
+    """Refuses, within the context, operations that communicate with other processes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -338,7 +339,7 @@ class Solitary(TorchDispatchMode):
 
 
 class _FunctionsOfPython(TorchFunctionMode):
-    """Notices accesses that are not operations: reading values directly, and ``.data``."""
+    """Reports accesses that are not operations: reading values directly, and ``.data``."""
 
     def __init__(self, labels: ProvenanceTracer) -> None:
         super().__init__()
@@ -360,13 +361,13 @@ _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def refuse_collectives(func: Any) -> None:
-    """Raise RuntimeError for an operation that communicates with other processes, which do not rehearse."""
+    """Raise RuntimeError if an operation communicates with other processes, which do not rehearse."""
     if "c10d" in func.namespace:
         raise RuntimeError(f"it communicates with other processes ({func.__name__} of torch.distributed)")
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors among an operation's arguments or results; much faster than the leaves of any tree."""
+    """Return the tensors among an operation's arguments or results, much faster than ``tree_leaves``."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -377,7 +378,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """Return the tensor in which ``tensor``, which may be sparse or nested, keeps its values."""
+    """Return the dense tensor that has the values of ``tensor``, which may be sparse or nested."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor if tensor.layout is torch.strided and not tensor.is_nested else tensor.values()

@@ -1,4 +1,4 @@
-"""Conversion of Python's values to text and back, for values other than tensors that stages hand on to each other."""
+"""Packs Python values for JSON, and unpacks them: values other than activations that stages send each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sdpipe.partition.placeholder import Placeholder
 
 Packed = Any  # what JSON can hold
-LARGEST = 2**20  # bytes of all tensors and arrays in one value
+LARGEST = 2**20  # most bytes of all tensors and arrays in one value
 
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
@@ -30,15 +30,15 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 class NotPackedError(Exception):
-    """A value that does not travel: of an unknown kind, or too large."""
+    """A value cannot travel: its kind is unknown, or it is too large."""
 
 
 def pack(value: Any) -> Packed:
     """Return ``value`` in a form that JSON can hold.
 
     Raises:
-        NotPackedError: the value is too large, or no plain value of Python's, tensor, array, generator of random
-            numbers, or container of these.
+        NotPackedError: the value is too large, or is no plain Python value, tensor, array, random generator, or
+            container of these.
     """
     return _pack(value, [LARGEST])
 
@@ -69,16 +69,16 @@ def _pack(value: Any, left: list[int]) -> Packed:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether the values of ``tensor`` are here, in memory of its own."""
+    """Return whether this process has the values of ``tensor``, in dense form."""
     return not isinstance(tensor, Placeholder) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def unpack(packed: Packed, now: Any, device: torch.device) -> Any:
-    """Return the packed value. ``now``, the present value in its place, is changed where it is a container, a tensor,
-    an array or a generator of that kind, so that all holders see the change; new tensors are put on ``device``.
+    """Return the packed value. If ``now``, the present value in its place, is a matching container, tensor, array or
+    generator, it is changed in place, so that all references see the change. New tensors are put on ``device``.
 
     Raises:
-        NotPackedError: ``now`` does not tell the kind of an enumeration's member or of a generator.
+        NotPackedError: an enumeration's member or a generator is packed, and ``now`` is not one.
     """
     if not isinstance(packed, dict):
         return packed
@@ -143,8 +143,7 @@ def _text(data: bytes) -> str:
 
 
 def is_of_the_user(value: Any) -> bool:
-    """Return whether ``value`` is an object of the user's own, with attributes, rather than a plain value or an object
-    of a library."""
+    """Return whether ``value`` is an object with attributes and of a class of the user's own."""
     if isinstance(value, types.SimpleNamespace):
         return True
     kind = type(value)
@@ -167,7 +166,7 @@ def is_users(module: str | None) -> bool:
 
 
 class _WithSlots(MutableMapping[str, Any]):
-    """The attributes of an object whose class has ``__slots__``; changes reach it, also if it is frozen."""
+    """The attributes of an object whose class has ``__slots__``; changes reach it even if it is frozen."""
 
     def __init__(self, owner: Any, slots: Sequence[str]) -> None:
         self._owner, self._slots = owner, slots
@@ -201,21 +200,21 @@ class _WithSlots(MutableMapping[str, Any]):
 
 @lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> Sequence[str]:
-    """Return the names of the slots of Python classes, private ones as Python keeps them."""
+    """Return the names of a class's slots, private ones in Python's mangled form."""
     members = (vars(base).items() for base in kind.__mro__ if "__slots__" in vars(base))
     return [name for each in members for name, m in each if isinstance(m, types.MemberDescriptorType)]
 
 
 def attributes_of(value: Any) -> MutableMapping[str, Any] | None:
-    """Return the attributes of ``value``, through which they can be changed; None if it cannot have any."""
+    """Return the attributes of ``value`` as a mapping that can change them; None if it cannot have any."""
     kind: type = type(value)
     slots = _slots_of(kind)
     return _WithSlots(value, slots) if slots else getattr(value, "__dict__", None)
 
 
 def attributes_of_object(value: Any) -> MutableMapping[str, Any] | None:
-    """Return the attributes of an object of the user's or of a library for data, such as a cache or a graph; None of
-    torch's and Python's own, and of what is no such object."""
+    """Return the attributes of an object of the user's or of a data library, such as a cache or a graph; None for
+    objects of torch and Python, and for modules, classes and functions."""
     kind = type(value)
     if isinstance(value, (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, Enum)):
         return None
@@ -225,7 +224,7 @@ def attributes_of_object(value: Any) -> MutableMapping[str, Any] | None:
 
 
 def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, also in objects."""
+    """Yield the tensors in a batch, also those in attributes of objects."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -237,7 +236,7 @@ _NO_DATA = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "lightnin
 
 
 def state_of(generator: Any) -> Any:
-    """Return the state of a generator of random numbers."""
+    """Return the state of a random generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()

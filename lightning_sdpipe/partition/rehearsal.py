@@ -1,6 +1,6 @@
 """Rehearsals: runs of a user's steps before training, to see what they do.
 
-What the steps change stays changed. So they run in a process that ends afterwards
+What the steps change stays changed, so they run in a process that ends afterwards
 (:mod:`~lightning_sdpipe.partition.apart`), or on a copy of the module.
 """
 
@@ -31,15 +31,14 @@ from lightning_sdpipe.partition.state_watch import Call, in_a_child, watch
 from lightning_sdpipe.random_streams import RandomStreams
 
 Alone = Callable[[Callable[[], Any]], Any]
-"""Calls a function of which nothing but the result remains, in a child process if need be."""
-_AT_MOST = 8  # runs of a step, while blocks are skipped in some of them or in all
+"""Calls a function so that nothing but its result remains, in a child process if need be."""
+_AT_MOST = 8  # runs of a step, as long as some skip blocks
 
 
 @dataclass(frozen=True)
 class StepCalls:
-    """A step of a module with the arguments of its calls (micro-batches, with their further arguments), whether it
-    trains, the context to run it in, and a micro-batch of one sample, if the run will have such, but the calls have
-    not."""
+    """A step of a module: its calls (micro-batches with their further arguments), whether it trains, the context to run
+    it in, and a micro-batch of a single sample, if training will have one and the calls do not."""
 
     name: str
     calls: Sequence[tuple[Any, tuple[int, ...]]]
@@ -55,12 +54,11 @@ def rehearse(
     device: torch.device,
     watch_in: Alone | None = in_a_child,
 ) -> RehearsalResult:
-    """Run the forwards of ``steps`` with labelled tensors. ``module`` is whole and on ``device``. Python state is
-    watched before in functions that ``watch_in`` calls, so that their changes do not remain, on the CPU; None: it is
-    not.
+    """Trace the forwards of ``steps``. ``module`` is whole and on ``device``. Before that, ``watch_in`` runs the steps
+    to watch Python state, so that their changes do not remain; None: it is not watched.
 
     Raises:
-        Exception: a step raised it, or the step communicates with other processes, which do not rehearse.
+        Exception: a step raised it, or communicates with other processes, which do not rehearse.
     """
     streams = RandomStreams(device)
     traces = {}
@@ -82,7 +80,7 @@ def rehearse(
                     labels.run(partial(getattr(module, step.name), batch, *arguments), batch)
                 orders = {tuple(trace.order) for trace in labels.traces}
                 used = set().union(*orders) | _used_by_weight(module, weights, labels.weights_read)
-                # one more run where a step leaves tensors: only later runs see when that happens
+                # one more run if a step leaves tensors in attributes: only later runs record when that happens
                 settled = len(orders) == 1 and len(used) == len(chain)
                 if run + 1 >= len(step.calls) + labels.keeps and settled:
                     break
@@ -97,7 +95,7 @@ def rehearse(
 
 @contextmanager
 def _noting_repeats(step: StepCalls, lock_step: dict[str, int]) -> Iterator[None]:
-    """Enter ``step`` in ``lock_step``, with its calls of blocks so far, where it calls one again within the context."""
+    """If ``step`` calls a block again within the context, add it to ``lock_step`` with its calls of blocks so far."""
     try:
         yield
     except CalledAgain as again:
@@ -121,17 +119,17 @@ def _watched_calls(module: nn.Module, step: StepCalls, device: torch.device) -> 
 
 
 def stand_in_optimizers() -> tuple[list[torch.optim.Optimizer], list[LRSchedulerConfig]]:
-    """Return stand-ins for the optimizer and its schedule, for steps that look at the learning rate: the real ones are
-    made when the module has been cut."""
+    """Return stand-ins for the optimizer and its schedule, for steps that look at the learning rate; the real ones are
+    made after the cut."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
     return [optimizer], [LRSchedulerConfig(LambdaLR(optimizer, lambda _: 1.0))]
 
 
 def count(module: nn.Module, step: StepCalls, rates: Rates, device: torch.device) -> Costs:
-    """Count the costs of the first call of ``step``, as :func:`rehearse` runs it.
+    """Count the costs of the first call of ``step``, run as in :func:`rehearse`.
 
     Raises:
-        Exception: the step raised it, or the step communicates with other processes.
+        Exception: the step raised it, or communicates with other processes.
     """
     batch, arguments = step.calls[0]
     batch = copied(batch)
@@ -141,7 +139,7 @@ def count(module: nn.Module, step: StepCalls, rates: Rates, device: torch.device
 
 
 def count_apart(module: nn.Module, step: StepCalls, rates: Rates, run: Alone) -> Costs:
-    """Return the costs that :func:`count` finds on the CPU in a function that ``run`` calls, perhaps in a child."""
+    """Return the costs that :func:`count` finds on the CPU when ``run`` calls it, perhaps in a child process."""
     modules = [*module.modules()]
 
     def packed() -> Costs:
@@ -153,8 +151,8 @@ def count_apart(module: nn.Module, step: StepCalls, rates: Rates, run: Alone) ->
 
 
 def _used_by_weight(module: nn.Module, weights: Mapping[str, set[int]], read: set[str]) -> set[int]:
-    """Return the blocks whose parameters are all used, perhaps by user code alone (an embedding as a table of queries,
-    or tied to another one): nothing skips them by chance."""
+    """Return the blocks whose parameters are all read, perhaps by user code between blocks (an embedding used as a
+    table of queries, or a tied one). These need not be called to count as used."""
     parameters = {name for name, _ in module.named_parameters()}
     blocks = {name: held for name, held in weights.items() if name in parameters}
     unread = set().union(*(held for name, held in blocks.items() if name not in read))
@@ -163,9 +161,9 @@ def _used_by_weight(module: nn.Module, weights: Mapping[str, set[int]], read: se
 
 @contextmanager
 def unheard(module: nn.Module, trains: bool, device: torch.device) -> Iterator[None]:
-    """Let a step of ``module`` run within this context, with gradients and in training mode as it is now if it
-    ``trains``. ``self.log`` and the loggers do nothing meanwhile; what is drawn, and the modes, are as before
-    afterwards."""
+    """Let a step of ``module`` run within this context without a trace: ``self.log`` and the loggers do nothing, and
+    random generators and modes are restored afterwards. A step that ``trains`` has gradients and keeps the present
+    modes; any other runs in evaluation mode."""
     modes = [(each, each.training) for each in module.modules()]
     trainer = trainer_of(module)
     loggers = [] if trainer is None else trainer.loggers

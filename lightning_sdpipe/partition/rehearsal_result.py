@@ -1,4 +1,4 @@
-"""Results of a rehearsal of the user's steps for cutting the chain: order, values that cross a cut, and refusals."""
+"""What a rehearsal of the user's steps says about cutting the chain: order, values that cross a cut, and refusals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_sdpipe.partition.state_watch import METRIC, Change, Watched, metr
 
 @dataclass(frozen=True)
 class Crossing:
-    """The bytes of all values that cross a cut in one step, there and back, for one micro-batch, and refusals of values
-    that would have to cross and cannot."""
+    """The bytes of all values that cross a cut in one step of one micro-batch, forward and backward, and refusals of
+    values that would have to cross but cannot."""
 
     activation_bytes: int
     gradient_bytes: int
@@ -28,14 +28,14 @@ class Crossing:
 
 @dataclass(frozen=True)
 class RehearsalResult:
-    """The traces of each step of a module; each has at least two micro-batches.
+    """The traces of each step of a module; each step has traces of at least two micro-batches.
 
     Args:
-        chain: paths of the blocks, in the order in which the labels number them.
+        chain: paths of the blocks, in the order of their indices in the traces.
         traces: traces by the name of the step.
         weights: the blocks that hold each parameter and buffer.
-        watched: the Python state of each step, where it was watched.
-        lock_step: steps of evaluation that no pipeline can run, with the calls of blocks that each made.
+        watched: the Python state of each step, if it was watched.
+        lock_step: evaluation steps that no pipeline can run, with the number of calls of blocks that each made.
     """
 
     chain: Sequence[str]
@@ -53,11 +53,11 @@ class RehearsalResult:
 
     @cached_property
     def order(self) -> list[int]:
-        """Blocks in the order in which they run, and as they are listed where that leaves a choice. A block that no
+        """Blocks in the order in which they run; where that leaves a choice, in the order of the chain. A block that no
         step has run, perhaps by chance, stays beside its neighbour in the same ModuleList.
 
         Raises:
-            ConfigurationError: they run in different orders.
+            ConfigurationError: the steps run them in different orders.
         """
         try:
             follows = in_one_order(trace.order for traces in self.traces.values() for trace in traces)
@@ -128,8 +128,8 @@ class RehearsalResult:
         return Travel(crossing, changed, *(tuple(sorted(names)) for names in (late, counted, metrics)))
 
     def _refuse_logging(self, step: str, logged: Sequence[tuple[str, int, int]], last: int) -> None:
-        """Refuse that a block logs before block ``last``, with which the last stage begins: no stage but its own would
-        know of it, and rank 0 has the last one."""
+        """Refuse logging in a block before ``last``, where the last stage begins: only the block's stage would know of
+        it, and rank 0 has the last stage."""
         for name, block, _ in logged:
             if 0 <= block < last:
                 raise ConfigurationError(
@@ -150,7 +150,7 @@ class RehearsalResult:
         return readers
 
     def _needs(self, step: str, span: range) -> Needs:
-        """Return the needs of the stage in any of the steps but the first, before which nothing has been kept."""
+        """Return what the stage needs in any of the traces except the first, before which nothing was kept."""
         traces, together = self.traces[step], Needs()
         for number in range(1, len(traces)):
             found = backward_slice(traces[: number + 1], span, span.stop == len(self.chain))
@@ -193,7 +193,7 @@ def in_one_order(orders: Iterable[Iterable[int]]) -> TopologicalSorter[int]:
     """Return a sorter of the blocks that ran in these ``orders``.
 
     Raises:
-        CycleError: they contradict each other.
+        CycleError: the orders contradict each other.
     """
     follows: TopologicalSorter[int] = TopologicalSorter()
     for order in orders:

@@ -1,8 +1,8 @@
-"""Tensors of a module that lie in the same memory: flat buckets and devices move parameters, and shared memory must
-stay shared.
+"""Finds tensors of a module that share memory, which must stay shared when parameters move to a device or a flat
+bucket.
 
-Two parameters that are different objects over the same memory (``a.weight.data = b.weight.data``) have gradients and
-optimizer states of their own, and each update shows in both. A tensor in an attribute over the memory of a parameter
+Two parameters that are different objects over the same memory (``a.weight.data = b.weight.data``) have their own
+gradients and optimizer states, and each update shows in both. A tensor in an attribute over the memory of a parameter
 (``self.table = weight.data``) shows its updates, too. Any other overlap is refused: views of a part, transposed views,
 buffers over parameters.
 """
@@ -27,8 +27,8 @@ _Layout: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class SameMemory:
-    """Tensors over the same memory. ``parameters`` are names of different objects over the same memory; ``attributes``
-    are tensors over the memory of the parameter of that name."""
+    """Tensors that share memory. ``parameters`` groups the names of different objects over the same memory;
+    ``attributes`` has tensors over the memory of the named parameter."""
 
     parameters: Sequence[tuple[str, ...]] = ()
     attributes: Sequence[tuple[Tensor, str]] = ()
@@ -51,11 +51,10 @@ class _Extent:
 
 
 def same_memory(module: nn.Module) -> SameMemory:
-    """Find the tensors of ``module`` over the same memory; parameters may lie on ``meta``, or be those of other
-    stages.
+    """Find the tensors of ``module`` that share memory; parameters may be on ``meta`` or on other stages.
 
     Raises:
-        ConfigurationError: a parameter overlaps with another tensor in another way.
+        ConfigurationError: a parameter overlaps another tensor in any other way.
     """
     alike: dict[_Layout, list[_Extent]] = {}
     for extent in _extents(module):
@@ -76,7 +75,7 @@ def same_memory(module: nn.Module) -> SameMemory:
 
 
 def held_together(module: nn.Module, memory: SameMemory) -> list[list[Tensor]]:
-    """Return the tensors of ``memory`` that this worker holds, those of one memory together; parameters come first."""
+    """Return the tensors of ``memory`` that this worker holds, grouped by memory; parameters come first."""
     together: dict[str, list[Tensor]] = {
         names[0]: [module.get_parameter(name) for name in names] for names in memory.parameters
     }
@@ -88,7 +87,7 @@ def held_together(module: nn.Module, memory: SameMemory) -> list[list[Tensor]]:
 
 
 def _extents(module: nn.Module) -> Iterator[_Extent]:
-    """Yield the extent of each tensor that is an object of its own; parameters first, by their names."""
+    """Yield the extent of each distinct tensor object; parameters first, by their names."""
     seen: set[int] = set()
     named = [
         *((name, parameter, True) for name, parameter in module.named_parameters()),
@@ -108,7 +107,7 @@ def _extents(module: nn.Module) -> Iterator[_Extent]:
             lies = lies.meta
         try:
             storage = lies.untyped_storage()
-        except (AttributeError, NotImplementedError, RuntimeError):  # sparse, or of a library's own
+        except (AttributeError, NotImplementedError, RuntimeError):  # a sparse tensor, or a library's own kind
             continue
         size = lies.element_size()
         on_meta = lies.device.type == "meta"  # where all addresses are 0
@@ -129,7 +128,7 @@ def _refuse_overlaps(extents: Sequence[_Extent]) -> None:
 
 
 def _touch(one: _Extent, other: _Extent) -> bool:
-    """Return whether two tensors whose extents overlap have an element in common. Columns of a matrix have none."""
+    """Return whether two tensors whose extents overlap share an element. Columns of a matrix, for example, do not."""
     if one.tensor.dtype != other.tensor.dtype:
         return True
     size = one.tensor.element_size()
@@ -158,8 +157,8 @@ CONTAINERS = (list, dict, set, deque)
 
 
 def tensors_in_attributes(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the tensors in attributes of ``modules``, and in containers there, without parameters and buffers, and
-    without metrics, which belong to the last stage."""
+    """Yield the tensors in attributes of ``modules`` and in containers there, except parameters and buffers. Metrics
+    are left out, since they belong to the last stage."""
     for module in modules:
         if is_metric(module):
             continue

@@ -1,4 +1,4 @@
-"""A batch to rehearse and to measure with, taken before training."""
+"""Takes a batch before training, to rehearse and measure with."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from lightning_sdpipe.lightning_internals import goes_one_by_one
 
 
 def copied(batch: Any) -> Any:
-    """Return a copy of ``batch``, for one more run of a step that may change it in place; or ``batch`` itself, if it
-    cannot be copied."""
+    """Return a copy of ``batch``, since a step may change it in place; or ``batch`` itself if it cannot be copied."""
     try:
         return copy.deepcopy(batch)
-    except Exception:  # objects say in their own ways that they cannot be copied
+    except Exception:  # objects that cannot be copied raise errors of any kind
         return batch
 
 
 def last_batch_size(loader: Any, shares: int) -> int | None:
-    """Return the number of samples in the last batch of an epoch, where ``loader`` gives its samples to that many
-    ``shares`` alike; None if that is not known."""
+    """Return the number of samples in the last batch of an epoch when the samples of ``loader`` are divided into
+    ``shares`` equal parts; None if it is not known."""
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is not BatchSampler or batches.drop_last or isinstance(loader.dataset, IterableDataset):
         return None
@@ -41,13 +40,13 @@ def last_batch_size(loader: Any, shares: int) -> int | None:
 def sample_batch(dataloaders: Any, keep: bool = True) -> Any:
     """Return a batch as the dataloaders would give it, on the CPU.
 
-    The first samples of a ``DataLoader`` over a map-style dataset are taken and collated: its sampler, its generator
-    and its worker processes are not touched. Any other loader is copied, and the copy is iterated; without ``keep``,
-    the loader itself. The random generators are left as they were.
+    For a ``DataLoader`` over a map-style dataset, this collates the first samples, without touching the loader's
+    sampler, generator and worker processes. It copies any other loader and iterates over the copy or, without ``keep``,
+    over the loader itself. The random generators stay as they were.
 
     Args:
-        dataloaders: one dataloader, or tuples, lists and dicts of them, which give a batch of the same structure.
-        keep: whether the loaders are used again.
+        dataloaders: one dataloader, or tuples, lists and dicts of them; the batch has the same structure.
+        keep: whether the loaders will be used again.
 
     Raises:
         Exception: the exception that copying a loader raised.

@@ -1,9 +1,9 @@
-"""Sections of the chain, which pipelines that are cut unlike have in common.
+"""Sections: the parts of the chain that pipelines with different cuts exchange.
 
-The union of all cuts divides the chain into sections: blocks that lie on one stage in every pipeline. Replicas of a
-section are the stages that run it, one of each pipeline. A tensor that several stages of a pipeline hold still belongs
-to one section: a parameter to that of its first owner, where its first block runs, and a buffer to that of its last
-one, where it is up to date. The other owners have copies, which are exchanged with no other pipeline.
+The union of all cuts divides the chain into sections: blocks that lie on one stage in every pipeline. The replicas of a
+section are the stages that run it, one in each pipeline. A tensor that several stages of a pipeline hold still belongs
+to one section: a parameter to its first owner's, where its first block runs, and a buffer to its last owner's, where it
+is up to date. The other owners' copies are not exchanged with other pipelines.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.ownership import Ownership
 
 MOST = 64
-"""Largest number of sections; each costs a process group, which takes up to 57 ms to open, and threads."""
+"""Largest number of sections; each costs threads and a process group, which takes up to 57 ms to open."""
 
 
 @dataclass(frozen=True)
 class Sections:
     """The sections of the pipelines, the same on all workers. ``owners[s][i]`` is the stage of pipeline i that
-    exchanges section s. A worker that exchanges several sections does so in increasing order."""
+    exchanges section s. A worker exchanges its sections in increasing order."""
 
     owners: Sequence[tuple[int, ...]]
     parameters: Mapping[str, int]
-    """Section of each parameter and buffer, by name, if it is exchanged as a parameter is."""
+    """Section of each tensor, by name, when exchanged as a parameter; a buffer as such belongs to its last owner."""
 
 
 def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership]) -> Sections:
@@ -44,12 +44,12 @@ def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership
 
 
 def sections_of_blocks(spans: Sequence[Sequence[range]]) -> set[tuple[int, ...]]:
-    """Return the sections of the blocks: for each, the stage that runs it in each of the pipelines with these cuts.
+    """Return the sections of the blocks: for each section, the stage that runs it in each pipeline.
 
     Raises:
         ConfigurationError: there are too many sections.
     """
-    stages = [[number for number, span in enumerate(cut) for _ in span] for cut in spans]  # of each block
+    stages = [[number for number, span in enumerate(cut) for _ in span] for cut in spans]  # by pipeline and block
     found = set(zip(*stages, strict=True))
     if len(found) > MOST:
         raise ConfigurationError(
@@ -60,7 +60,7 @@ def sections_of_blocks(spans: Sequence[Sequence[range]]) -> set[tuple[int, ...]]
 
 
 def _to_move(spans: Sequence[Sequence[range]]) -> str:
-    """Return the advice to move a cut that only one pipeline has: the one nearest to another pipeline's cut."""
+    """Return advice to move the cut of a single pipeline that is nearest to another pipeline's cut."""
     cuts = [{span.start for span in cut[1:]} for cut in spans]
     alone = [
         (min(abs(at - other) for other in others), pipeline, at, min(others, key=lambda other: abs(at - other)))

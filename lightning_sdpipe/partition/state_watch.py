@@ -1,15 +1,15 @@
-"""Python state of a step: numbers, lists, iterators, the user's own objects and random generators. Who changes it, and
-which stage would miss a change.
+"""Watches the Python state of a step (numbers, lists, iterators, the user's own objects and random generators): which
+code changes it, and which stage would miss a change.
 
 State lies in *places*: attributes of modules, of the user's classes, functions and callbacks, global variables that the
 user's functions name, variables of closures, and options of optimizers. Digests of all places before and after each
 block tell which code changes which place. Then each stage's part of the step runs once more, with a *mark* in every
-place that only other stages change: whatever is done with a mark raises its name. An assignment replaces a mark, and is
-fine. A mark cannot see ``is``; so a run with the values of before the first step, where these are plain, is compared
-with one with the true ones.
+place that only other stages change: any use of a mark raises its name, while an assignment replaces it and is fine. A
+mark cannot detect ``is``, so a run with the plain values from before the first step is compared with a run with the
+true ones.
 
-All runs that change state, or set marks, are made in child processes, of which nothing remains. Tensors leave traces
-in torch (:mod:`~lightning_sdpipe.partition.provenance`).
+All runs that change state or set marks are made in child processes, so nothing of them remains.
+:mod:`~lightning_sdpipe.partition.provenance` traces tensors.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ METRIC = "the metric "
 _OPTIONS = "the options of the optimizer's group "
 _PLAIN = (type(None), bool, int, float, str)
 _OTHERS = (bytes, Number, Enum, np.generic, range, frozenset, date, time, timedelta, torch.dtype, torch.device)
-"""Values, too, which never change: where there was one, another one is there."""
-_MANY = 10_000  # values of one container that are looked at
-_DEPTH = 4  # of containers and objects in each other
-_FAILED = ""  # in the place of the name of a mark
-_SECONDS = 3600.0  # that a run may take
+"""Further immutable values."""
+_MANY = 10_000  # most values of one container that are looked at
+_DEPTH = 4  # deepest nesting of containers and objects
+_FAILED = ""  # in place of a mark's name: the run failed
+_SECONDS = 3600.0  # limit of a run's time
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the place ``name``, in a block or at a position of the code outside
+    """A change of the place ``name``, in a block or at a position between blocks
     (:class:`~lightning_sdpipe.partition.provenance.Write`).
 
     Args:
-        replayed: stand-ins of the block repeat it.
+        replayed: stand-ins of the block repeat the change.
         of_module: the place is an attribute of a module.
-        consumed: the value changes when it is used: an iterator or a generator of random numbers.
+        consumed: use changes the value: an iterator or a random generator.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Change:
 
 @dataclass(frozen=True)
 class _Owner:
-    """What has places: their values now by their names within ``prefix``, and how to set one."""
+    """An owner of places: their present values, by name within ``prefix``, and a function that sets one."""
 
     prefix: str
     values: Callable[[], Mapping[str, Any]]
@@ -101,7 +101,7 @@ class Call:
 
 
 class _MissedError(BaseException):
-    """A mark was used, whose name this has. It is not an Exception, so that user code does not catch it."""
+    """A mark was used; the message is its name. It is not an Exception, so that user code does not catch it."""
 
 
 class _EndError(BaseException):
@@ -109,7 +109,7 @@ class _EndError(BaseException):
 
 
 class Mark(Unusable):
-    """Stands for a value that a stage would not have; not even its equality and its text can be asked for."""
+    """Stands for a value that a stage would not have; even comparing or printing it raises."""
 
     def __init__(self, name: str) -> None:
         super().__init__(lambda: _MissedError(name))
@@ -119,7 +119,7 @@ refuse_operations(Mark, "eq", "ne", "hash", "str", "format", "repr", "copy", "de
 
 
 class _Counting:
-    """An iterator that counts what is taken from it."""
+    """An iterator that counts the items taken from it."""
 
     def __init__(self, taken_from: Iterator[Any]) -> None:
         self._from, self.taken = taken_from, 0
@@ -139,8 +139,8 @@ class _Counting:
 
 
 def _owners(root: nn.Module) -> list[_Owner]:
-    """Return all that has places and that code of the user's reaches from ``root``; what counts takes the place of each
-    iterator."""
+    """Return all owners of places that the user's code reaches from ``root``, with each iterator replaced by a counting
+    one."""
     found = _reached(root)
     for _, owner, name, value in _places(found):
         if (
@@ -154,7 +154,7 @@ def _owners(root: nn.Module) -> list[_Owner]:
 
 def _reached(root: nn.Module) -> list[_Owner]:
     found: list[_Owner] = []
-    named: dict[str, tuple[dict[str, Any], set[str]]] = {}  # global variables that functions name, by the file's name
+    named: dict[str, tuple[dict[str, Any], set[str]]] = {}  # global variables that functions name, by module
     cells: dict[int, str] = {}
     trainer = trainer_of(root)
     for path, module in root.named_modules():
@@ -167,7 +167,7 @@ def _reached(root: nn.Module) -> list[_Owner]:
         if is_of_the_user(each):
             found.append(_owner_of(f"the {kind} {type(each).__name__}.", attributes_of(each) or {}))
     found.append(_Owner(_OPTIONS, partial(_options, trainer), lambda *_: None))
-    seen: dict[int, Any] = {}  # kept alive, so that no two have one id
+    seen: dict[int, Any] = {}  # kept alive, so that no two have the same id
     todo: list[Any] = [root, *(each for _, each in held)]
     while todo:
         value = todo.pop()
@@ -238,7 +238,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return None
 
 
@@ -249,7 +249,7 @@ def _options(trainer: Any) -> dict[str, Any]:
 
 
 def _places(owners: Sequence[_Owner]) -> Iterator[tuple[str, _Owner, str, Any]]:
-    """Yield each place with its owner, its name there and its value."""
+    """Yield each place's full name, its owner, its name there and its value."""
     passed: set[str] = set()
     for owner in owners:
         for name, value in list(owner.values().items()):
@@ -266,8 +266,8 @@ def _is_state(value: Any) -> bool:
 
 
 def digest(value: Any) -> Any:
-    """Return something that differs when the Python state in ``value`` does; None of objects of unknown kinds. Tensors
-    are seen elsewhere; of an object that holds very many values the first ones and their number count."""
+    """Return something that differs when the Python state in ``value`` does; None for objects of unknown kinds. Tensors
+    are left out. Of a very large container, only the first values and their number count."""
     return _digest(value, _DEPTH, iter(range(_MANY)))
 
 
@@ -275,7 +275,7 @@ def _digest(value: Any, depth: int, left: Iterator[int], kept: list[Any] | None 
     if kept is not None and isinstance(value, (Tensor, nn.Module)):
         return _identity(value, kept)
     if kept is not None and isinstance(value, Iterator) and not is_of_the_user(value):
-        return object()  # equal to nothing, since nothing tells how far it is
+        return object()  # equal to nothing, since the iterator's position is unknown
     if isinstance(value, (set, frozenset)):
         return len(value), tuple(sorted(repr(item) for item, _ in zip(value, left, strict=False)))
     if isinstance(value, (_PLAIN, _OTHERS)):
@@ -307,19 +307,19 @@ def _digest(value: Any, depth: int, left: Iterator[int], kept: list[Any] | None 
 
 
 def _in_torch(value: Any) -> bool:
-    """Return whether ``value`` is a tensor, or the place of one."""
+    """Return whether ``value`` is a tensor, or None, where one may come."""
     return value is None or isinstance(value, Tensor)
 
 
 def _identity(value: Any, kept: list[Any]) -> tuple[int, int]:
-    """Return which object ``value`` is, and how often it was written to, if it is a tensor. ``kept`` keeps it alive."""
+    """Return the id of ``value`` and, for a tensor, how often it was written to. ``kept`` keeps it alive."""
     kept.append(value)
     return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 class Untouched:
-    """The state of ``root`` as it is now, for :meth:`run`: the Python state that the user's code reaches, and which
-    tensors it keeps there. Buffers of installed packages' modules are left out: their values alone change."""
+    """The state of ``root`` before the first :meth:`run`: the Python state that the user's code reaches, and the
+    tensors that it keeps there. Buffers of installed packages' modules are left out, since only their values change."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self._kept = root, list[Any]()
@@ -329,7 +329,7 @@ class Untouched:
         """Return what ``work`` returns.
 
         Raises:
-            TouchedError: the state is another one afterwards.
+            TouchedError: the state has changed.
         """
         if self._state is None:
             self._state = self._now()
@@ -354,19 +354,19 @@ class Untouched:
 
 
 class TouchedError(BaseException):
-    """A run has changed what it found. It is not an Exception: nothing else is to be made of it."""
+    """A run has changed the state. It is not an Exception, so that nothing else handles it."""
 
 
 # ------------------------------------------------------------------------- observation
 
 
 class _Run:
-    """A run of the step with a look at all places before and after each block.
+    """A run of the step that looks at all places before and after each block.
 
     Args:
         module: the whole module.
         chain: paths of its blocks.
-        once: whether the step is left by :class:`~lightning_sdpipe.partition.provenance.CalledAgain`.
+        once: whether a second call of a block raises :class:`~lightning_sdpipe.partition.provenance.CalledAgain`.
     """
 
     def __init__(self, module: nn.Module, chain: Sequence[str], once: bool) -> None:
@@ -376,11 +376,11 @@ class _Run:
         self._module, self._chain, self._owners = module, chain, _owners(module)
         self._block = self._called = OUTSIDE
         self._position = 0
-        self._known: dict[str, tuple[Any, Any]] | None = None  # each value, so that it lives, and its digest
+        self._known: dict[str, tuple[Any, Any]] | None = None  # each value, to keep it alive, and its digest
         self._recorders = [EffectRecorder(path, module.get_submodule(path), self._in_hooks) for path in chain]
 
     def run(self, call: Call) -> None:
-        """Run the step, and note what it changes, and which metrics it asks for."""
+        """Run the step; note what it changes and which metrics it reads."""
         hearing = hearing_of_metrics(lambda name: self.asked.add(f"{METRIC}{name!r}"))
         logging = logging_to(self._module, self._log)
         with call.context(), intercepted(self._module, self._chain, self._call), logging, hearing:
@@ -389,7 +389,7 @@ class _Run:
             self._look()
 
     def _look(self) -> None:
-        """Attribute the changes since the last look to the code that has run since."""
+        """Attribute changes since the last look to the code that has run since."""
         known, self._known = self._known, {}
         with _disable_current_modes():
             found = [(what, owner, value, digest(value)) for what, owner, _, value in _places(self._owners)]
@@ -397,7 +397,7 @@ class _Run:
             self._known[what] = value, made
             before = None if known is None else known.get(what)
             same = before is not None and before[1] == made and (made is not None or before[0] is value)
-            if known is None or same:  # of an object without a digest, it is the same one
+            if known is None or same:  # without a digest, the same object counts as unchanged
                 continue
             replayed = (
                 self._block != OUTSIDE
@@ -428,7 +428,7 @@ class _Run:
 
 
 def metrics_of_log(name: str) -> list[str]:
-    """Return the names of the metrics that a step makes which logs ``name``."""
+    """Return the names of the metrics that logging ``name`` makes."""
     return [f"{METRIC}{name + suffix!r}" for suffix in ("", "_step", "_epoch")]
 
 
@@ -447,7 +447,7 @@ def watch(
     """Watch ``calls`` of a step, one after another, in a function that ``run`` calls.
 
     Raises:
-        CalledAgain: a call makes a second call of a block, which is to be called ``once``.
+        CalledAgain: the step calls a block for the second time, which may be called only ``once``.
         Exception: the step raised it.
     """
     plain = {what: value for what, _, _, value in _places(_reached(module)) if isinstance(value, (*_PLAIN, *_OTHERS))}
@@ -479,10 +479,10 @@ class Watched:
     Args:
         module: the whole module.
         chain: paths of its blocks.
-        calls: of the step, with one micro-batch each.
-        changes: those of all runs.
-        asked: the metrics that code asked for in a run.
-        initial: the plain values of before the first run, by the names of their places.
+        calls: calls of the step, with one micro-batch each.
+        changes: the changes in all runs.
+        asked: the metrics that were read in any run.
+        initial: the plain values from before the first run, by the names of their places.
     """
 
     module: nn.Module
@@ -493,7 +493,8 @@ class Watched:
     initial: Mapping[str, Any]
 
     def missed(self, span: range) -> Change | None:
-        """Return a change that the stage of the blocks ``span`` does not see, of a value that it reads."""
+        """Return a change, of a value that the stage with the blocks ``span`` reads, that the stage would miss; None if
+        there is none."""
         last = span.stop == len(self.chain)
         here, away = dict[str, Change](), dict[str, Change]()
         for change in self.changes:
@@ -501,7 +502,7 @@ class Watched:
             runs = change.block in span if inside else last or change.position < span.stop
             replayed = inside and change.replayed and change.block < span.start
             (here if runs or replayed else away)[change.name] = change
-        for name, change in away.items():  # every update reads the options
+        for name, change in away.items():  # the optimizer's options are always read
             if name.startswith(_OPTIONS) or (change.consumed and name in here):
                 return change
         unasked = {name for name in away if name.startswith(METRIC)} - {*self.asked}
@@ -510,13 +511,13 @@ class Watched:
         return next((away[name] for name in found if name is not None), None)
 
     def late(self, end: int) -> set[str]:
-        """Return the attributes that are changed outside of blocks and beyond the end of a stage that ends before block
-        ``end``."""
+        """Return the attributes of modules that user code between blocks changes beyond the end of a stage that ends
+        before block ``end``."""
         return {c.name for c in self.changes if c.of_module and c.block == OUTSIDE and c.position >= end}
 
     def counted(self, end: int) -> set[str]:
-        """Return what the step changes, outside of blocks and before the end of such a stage, once more when that part
-        runs twice: a counter."""
+        """Return the counters: what user code between blocks changes before block ``end``, and changes again if that
+        part of the step runs twice."""
         early = {c.name for c in self.changes if c.block == OUTSIDE and c.position < end}
         names = {name for name in early if not name.startswith(METRIC)}
         return in_a_child(partial(self._changed_twice, names, range(end))) if names else set()
@@ -529,22 +530,22 @@ class Watched:
         return {name for name in names if digests[0].get(name) != digests[1].get(name)}
 
     def _read(self, call: Call, span: range, away: Sequence[str]) -> str | None:
-        """Return the name of a place of ``away`` that the stage reads."""
+        """Return the name of a place in ``away`` that the stage reads; None if it reads none."""
         run = partial(self._run_apart, call, span)
         found, _ = run({name: Mark(name) for name in away})
-        if found == _FAILED:  # what is written in another language refuses a mark in its own way
+        if found == _FAILED:  # code in C, for example, refuses a mark with its own error
             found = next((name for name in away if run({name: Mark(name)})[0] is not None), None)
         plain = {name: self.initial[name] for name in away if name in self.initial}
         if found is not None or not plain:
             return found
         true, again = run({}), run({})
-        if true != again:  # it computes with the time, perhaps
+        if true != again:  # the step is not deterministic: it may use the time
             return None
         return next((name for name, value in plain.items() if run({name: value}) != true), None)
 
     def _run_apart(self, call: Call, span: range, values: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        """Run the stage in a child process, with ``values`` in the places that others change. Return the name of the
-        mark that it has used, or :data:`_FAILED`, and digests of what its blocks return."""
+        """Run the stage in a child process, with ``values`` in the places that other stages change. Return the name of
+        the mark that it used, :data:`_FAILED`, or None, and checksums of what its blocks return."""
 
         def outcome() -> tuple[str | None, list[int]]:
             stage = _StageRun(self, span, _owners(self.module), values)
@@ -560,19 +561,19 @@ class Watched:
 
 
 class _StageRun:
-    """A run of the step up to the end of a stage, with ``values`` in the place of what others change."""
+    """A run of the step up to the end of a stage, with ``values`` in place of what other stages change."""
 
     def __init__(self, of: Watched, span: range, owners: Sequence[_Owner], values: Mapping[str, Any]) -> None:
         self.outputs: list[int] = []
         self._of, self._span, self._owners = of, span, owners
-        self._values = dict(values)  # of the places that the stage has not set itself
+        self._values = dict(values)  # except for places that the stage has set itself
         self._true: dict[str, tuple[_Owner, str, Any]] = {}
 
     def run(self, call: Call) -> None:
         """Run the step.
 
         Raises:
-            _MissedError: it has used a mark.
+            _MissedError: it used a mark.
         """
         module, chain = self._of.module, self._of.chain
         with call.context(), intercepted(module, chain, self._call), hearing_of_metrics(self._asked):
@@ -595,7 +596,7 @@ class _StageRun:
                 owner.put(name, self._values[what])
 
     def _take_back(self) -> None:
-        """Restore the true values, but for what the stage has set itself by now."""
+        """Restore the true values, except where the stage has set its own."""
         for what, (owner, name, value) in self._true.items():
             if what in self._values and owner.values().get(name) is self._values[what]:
                 owner.put(name, value)
@@ -606,7 +607,7 @@ class _StageRun:
     def _call(self, index: int, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index >= self._span.stop:
             raise _EndError
-        if index < self._span.start:  # its own stage runs it, with what it has
+        if index < self._span.start:  # another stage runs it, with the true values
             self._take_back()
             output = original(*args, **kwargs)
             self._put()
@@ -636,12 +637,12 @@ class _Metrics(dict[str, Any]):
         return super().get(name, default)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return dict(self)  # ModelCheckpoint copies them so
+        return dict(self)  # for ModelCheckpoint, which deep-copies them
 
 
 @contextmanager
 def hearing_of_metrics(asked: Callable[[object], None]) -> Iterator[None]:
-    """Call ``asked(name)`` where code asks a Trainer for a metric within the context."""
+    """Within the context, call ``asked(name)`` whenever code reads a Trainer's metric."""
     originals = {name: vars(Trainer)[name] for name in METRICS}
     for name, original in originals.items():
         heard = partial(lambda original, trainer: _Metrics(original.__get__(trainer), asked), original)

@@ -1,1 +1,1 @@
-"""Execution of one stage of a pipeline."""
+"""Runs one stage of a pipeline."""

@@ -1,8 +1,8 @@
 """Accumulation windows of a pipeline without a flush: the mini-batches of an update, and the turn that applies it.
 
-A stage counts turns, one for each forward. A *window* is the mini-batches between two steps of the optimizer: one,
-unless gradients are accumulated. It is closed at the turn of its last mini-batch, and applied at the first turn with an
-optimizer step at which it is complete, the oldest first, one at a step.
+A stage counts turns, one for each forward. A *window* is the mini-batches between two optimizer steps: one, unless
+gradients are accumulated. It closes at the turn of its last mini-batch. Each optimizer step applies one window, the
+oldest that is complete.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Window:
     """One worker's part of an accumulation window.
 
     Args:
-        generation: the number of the choice of layers that train.
+        generation: the number of the present choice of trained layers.
     """
 
     generation: int
-    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # their sums so far, without a loss scale
-    loss_scale: float = 0.0  # the largest loss scale of its gradients
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # the sums so far, unscaled
+    loss_scale: float = 0.0  # the largest loss scale of its mini-batches
     closed_at: int = -1
 
     def add(
@@ -35,7 +35,7 @@ class Window:
         loss_scale: float,
         in_use: Iterable[Tensor | None],
     ) -> None:
-        """Add the gradients of a mini-batch, which may be views of one memory, and share it with tensors that are
+        """Add the gradients of a mini-batch, which may share memory with each other and with tensors that are
         ``in_use``."""
         self.loss_scale = max(self.loss_scale, loss_scale)
         present = {p: grad for p, grad in zip(parameters, gradients, strict=True) if grad is not None}
@@ -57,16 +57,16 @@ class Lane:
     """Parameters whose gradients come equally late.
 
     Args:
-        depth: turns from the forward of a mini-batch until its backward is over on all stages that hold the parameters.
+        depth: turns from the forward of a mini-batch until all stages that hold the parameters have run its backward.
     """
 
     depth: int
     waiting: deque[Window] = field(default_factory=deque)  # closed windows, the oldest first
 
     def due(self, turn: int) -> bool:
-        """Return whether a window is applied if the optimizer steps at ``turn``."""
+        """Return whether an optimizer step at ``turn`` applies a window."""
         return bool(self.waiting) and self.waiting[0].closed_at + self.depth <= turn
 
     def would_be_due(self, turn: int) -> bool:
-        """Return whether a window is applied at ``turn`` if one is closed then."""
+        """Return whether an optimizer step at ``turn`` applies a window if one closes at that turn."""
         return self.due(turn) if self.waiting else self.depth == 0

@@ -22,9 +22,9 @@ def shared(number: int) -> int:
 
 
 def stand_in(shape: Sequence[int]) -> Tensor:
-    """Return a tensor that a loader may give, without reading the data, for inputs that this stage does not compute
-    with.
+    """Return a tensor that a loader may give, without reading the data, in place of inputs that this stage does not
+    use.
 
-    Its float32 values are nan, so that a stage that computes with them is noticed; it takes no memory.
+    Its float32 values are nan, which exposes a stage that computes with them; it takes no memory.
     """
     return torch.full((), torch.nan).expand(*shape)

@@ -1,10 +1,10 @@
 """Digests that show whether the stages of a pipeline were given equal batches.
 
-Every stage loads the same mini-batches itself: the first one needs the inputs, the last one the labels that belong to
-them. A digest of each travels with the first message of a mini-batch, and every stage compares it with its own. So a
-data set that begins to draw random numbers of its own is found in the mini-batch in which it does.
+Every stage loads the same mini-batches itself: the first needs the inputs, the last the labels that belong to them. A
+digest travels with the first message of each mini-batch, and every stage compares it with its own. So a data set that
+draws from its own random generator is found in the first mini-batch that differs.
 
-A digest has the same length for any batch, whatever its shapes, and is read before anything that depends on them.
+A digest has the same length for any batch, and is read before anything that depends on the batch's shapes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.pipeline.micro_batches import tensors_in
 
 LIMIT = 2**20
-"""Bytes of a tensor that are read; of a larger tensor at most an eighth of that is, spread over all samples."""
+"""A tensor of up to this many bytes is read whole; of a larger one, at most an eighth of this many, spread over it."""
 
 SLOTS = 12
-"""Tensors with a slot of their own; further ones share the slots."""
+"""Number of slots, one for each tensor; if there are more tensors, they share slots."""
 
 LENGTH = 3 + 2 * SLOTS
 
@@ -36,9 +36,9 @@ class BatchDigest:
     """Digest of a mini-batch, made before any step can change the batch.
 
     Args:
-        batch: as the user's step gets it.
-        parts: the shapes of the micro-batches, where the module splits the batch itself.
-        options: those of the optimizer's groups, if it steps with this batch.
+        batch: the batch as the user's step gets it.
+        parts: the shapes of the micro-batches, if the module splits the batch itself.
+        options: the options of the optimizer's groups, if it steps with this batch.
     """
 
     def __init__(self, batch: Any, parts: Sequence[object] = (), options: Sequence[Mapping[str, object]] = ()) -> None:
@@ -58,7 +58,7 @@ class BatchDigest:
 
     @property
     def numbers(self) -> list[int]:
-        """The digest's numbers. Waits for copies from a device, but not for what the device computes after them."""
+        """The digest's numbers. Waits for copies from a device, but not for what the device computes afterwards."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied, self._numbers = None, self._made()
@@ -78,8 +78,8 @@ class BatchDigest:
         return [names, parts, *shapes, *values, options]
 
     def compare(self, theirs: Sequence[int], stage: int) -> None:
-        """Compare this digest with that of an earlier ``stage``, which must be of the same batch. Values that are
-        stand-ins here are taken from that stage.
+        """Check that the digest of an earlier ``stage`` is of the same batch. Values that are stand-ins here are taken
+        from that stage, for comparison with the next.
 
         Raises:
             ConfigurationError: the batches differ.
@@ -113,8 +113,7 @@ class BatchDigest:
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> list[dict[str, object]]:
-    """Return, for each parameter group, the options that the optimizer was made with, without those that are no plain
-    values."""
+    """Return, for each parameter group, its options with plain values, among those that the optimizer defines."""
     return [
         {name: group[name] for name in optimizer.defaults if name in group and _is_plain(group[name])}
         for optimizer in optimizers
@@ -141,14 +140,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _strided(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that ``tensor`` keeps its values in."""
+    """Return the dense tensors that hold the contents of ``tensor``."""
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return [tensor.values()] if tensor.layout != torch.strided or tensor.is_nested else [tensor]
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return the sample of ``tensor`` that is read, on the CPU; from a device it may still be on its way."""
+    """Return the sample of ``tensor`` that is read, on the CPU; a copy from a device may still be under way."""
     limit = LIMIT if tensor.nbytes <= LIMIT else LIMIT // 8
     while tensor.nbytes > limit and max(tensor.shape) > 1:
         inner = tensor.shape[1:]

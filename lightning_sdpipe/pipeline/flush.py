@@ -1,12 +1,12 @@
 """Pipelines with a flush: every micro-batch of a mini-batch is finished before the optimizer steps.
 
-Forwards and backwards run in the order of 1F1B or GPipe or, where a worker has several stages, in that of a schedule of
-``torch.distributed.pipelining``. So the result is that of one process which accumulates over the same micro-batches.
+Forwards and backwards run in the order of 1F1B or GPipe or, if a worker has several stages, of a schedule of
+``torch.distributed.pipelining``. The result is that of one process that accumulates over the same micro-batches.
 
-The last stage computes the loss of a mini-batch, and sends it to all other stages. Hooks receive it on every rank
-(``on_train_batch_end``, ``on_before_backward``), and their decisions must not differ between stages. The last stage
-sends the loss before its last backward sends gradients, so a stage that has received those gradients does not wait for
-the loss. The loss travels as a float64 with the number of its type, which only the last stage knows in advance.
+The last stage computes the loss of a mini-batch and sends it to all other stages, since hooks receive it on every rank
+(``on_train_batch_end``, ``on_before_backward``), and their decisions must not differ between stages. It sends the loss
+before the gradients of its last backward, so a stage that has received those gradients does not wait for the loss. The
+loss travels as a float64, with the number of its type, which only the last stage knows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SharedLoss:
         self._group, self._device = link.group, link.device
         self._ranks = link.ranks[:num_workers]
         self._is_last = link.stage == len(link.ranks) - 1
-        # messages over NCCL have no tags and would be mixed up, but NCCL does not make the host wait
+        # NCCL's messages have no tags, so this one could be confused with others; but NCCL does not make the host wait
         self._afterwards = p2p.backend_for(link.device, link.group) != "gloo"
         self._sent: list[p2p.Transfer] = []
         self._parts: list[Tensor] = []
@@ -76,7 +76,7 @@ class SharedLoss:
         """Send the complete loss, or wait for it on the other stages; called before the last backward."""
         if self._is_last:
             parts = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
-            self._total = parts.sum()  # a copy: the user's code may change its own
+            self._total = parts.sum()  # a copy, since the user's code may change its own
             self._parts = []
         *others, last = self._ranks
         if not others:
@@ -97,7 +97,7 @@ class SharedLoss:
             dist.broadcast(self._message, self._ranks[-1], group=self._group)
         if self._is_last:
             return self._total
-        if self._type is None or not self._afterwards:  # reading it makes the host wait
+        if self._type is None or not self._afterwards:  # with NCCL only once, since reading makes the host wait
             self._type = _TYPES[int(self._message[1])]
         return self._message[0].to(self._type)
 
@@ -111,16 +111,16 @@ class SharedLoss:
 Forward = Callable[[int, Message | None], Message | Tensor]
 
 _NOTHING = nullcontext()
-_SPLITS = torch.__version__ >= "2.13"  # earlier ones fail at inputs that no output needs, and where gradients join
+_SPLITS = torch.__version__ >= "2.13"  # earlier ones fail if no output needs an input, or if gradients join
 
 
 class CutStage:
     """Stage ``stage_index`` of ``num_stages``, on worker ``stage_index % num_workers`` of its pipeline.
 
     :func:`run_ahead` and the schedules of ``torch.distributed.pipelining`` decide the order of forwards and backwards.
-    Torch's own ``PipelineStage`` fixes every shape in advance, wants a gradient for everything that it sends, and runs
-    an extra forward to learn shapes; this stage offers the schedules the same methods, and does its communication
-    itself, inside the forward and the backward.
+    torch's ``PipelineStage`` fixes every shape in advance, needs a gradient for everything that it sends, and runs an
+    extra forward to learn shapes. This class offers schedules the same methods, but communicates inside its forward and
+    backward.
 
     A mini-batch begins with :meth:`begin`; then a schedule calls the other methods.
     """
@@ -132,11 +132,11 @@ class CutStage:
         self.device = link.device
         self.group: dist.ProcessGroup = link.group
         self.group_size = num_workers
-        self.group_rank = stage_index % num_workers  # the schedules number workers by their first stage
+        self.group_rank = stage_index % num_workers  # schedules number workers by their first stage
         self.is_first = stage_index == 0
         self.is_last = stage_index == num_stages - 1
         self.has_backward = True
-        self.output_chunks: list[Any] = [()]  # nothing, which torch 2.9 joins though nothing asks for outputs
+        self.output_chunks: list[Any] = [()]  # empty; torch 2.9 merges the chunks though nothing uses them
         self.args_recv_info: dict[int, tuple[Any, ...]] = {0: ()}
         self.act_send_info: dict[int, list[Any]] = {}
         self._link = link
@@ -156,11 +156,11 @@ class CutStage:
         Args:
             count: number of its micro-batches.
             keys: the key of each micro-batch, which identifies the shapes of its messages, if there are any.
-            forward: runs this stage's part of the step on micro-batch ``i``, given what was received; returns the
-                message to send, or on the last stage the loss.
-            before_backward: called before each backward, when the gradients that it starts from have come.
-            computing: held while gradients are computed.
-            last_backward: entered around the last backward, if that one computes parameters' gradients.
+            forward: runs this stage's part of the step on micro-batch ``i``, given the received message; returns the
+                message to send or, on the last stage, the loss.
+            before_backward: called before each backward, when the gradients from which it starts have come.
+            computing: entered while gradients are computed.
+            last_backward: entered around the last backward, if it computes parameters' gradients.
         """
         self._computing = computing
         self._last_backward = last_backward
@@ -188,11 +188,11 @@ class CutStage:
         return outcome
 
     def backward_one_chunk(self, index: int, loss: Tensor | None = None, full_backward: bool = True, **_: Any) -> None:
-        """Receive the gradients of micro-batch ``index`` (on the last stage: starts from its loss), compute those of
-        the parameters and of what was received, and send the latter back.
+        """Receive the gradients of micro-batch ``index`` (the last stage starts from its loss), compute those of the
+        parameters and of the received activations, and send the latter back.
 
-        Without ``full_backward`` the parameters' gradients are left for :meth:`backward_weight_one_chunk`, where torch
-        can do that.
+        Without ``full_backward``, the parameters' gradients are left for :meth:`backward_weight_one_chunk`, if torch
+        can split the backward.
         """
         if not full_backward and not _SPLITS:
             full_backward, self._left[index] = True, lambda: None
@@ -203,7 +203,7 @@ class CutStage:
         if full_backward:
             last = _NOTHING if self._backwards_left else self._last_backward
             with p2p.labelled("backward", index), self._computing(), last:
-                if outputs:  # else all that was sent is frozen
+                if outputs:  # else nothing that was sent needs a gradient
                     torch.autograd.backward(outputs, gradients)
             found: Sequence[Tensor | None] = [t.grad for t in inputs]
         else:
@@ -215,11 +215,11 @@ class CutStage:
     def _backward_inputs(
         self, index: int, outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of ``inputs``; those of the parameters are left for later."""
+        """Return the gradients of ``inputs``; leave those of the parameters for later."""
         if not outputs:
             self._left[index] = lambda: None
             return [None] * len(inputs)
-        # torch finds the parameters between the inputs and one output; so several outputs are joined into one
+        # torch finds the parameters between the inputs and a single output, so several outputs are joined into one
         output: Tensor = _Joined.apply(gradients or [torch.ones_like(outputs[0])], *outputs)  # type: ignore[no-untyped-call]
         weights = [p for p in self._own if p.requires_grad]
         found: Sequence[Tensor | None] = ()
@@ -227,9 +227,9 @@ class CutStage:
             with self._computing():
                 found, groups = stage_backward_input([output], None, list(inputs), iter(weights))
         if any(gradient is not None for gradient in found):
-            # a parameter that several groups use (a shared scale) needs the graph more than once
+            # if several groups use a parameter (a shared scale), the graph is needed more than once
             self._left[index] = lambda: stage_backward_weight(iter(weights), groups, retain_graph=True)
-        else:  # all earlier blocks are frozen: only parameters are left
+        else:  # no input needs a gradient, only parameters do
             self._left[index] = lambda: torch.autograd.backward(outputs, gradients)
         return found or [None] * len(inputs)
 
@@ -243,7 +243,7 @@ class CutStage:
             return [loss], None
         return self._link.receive_gradients(self._sent.pop(index))
 
-    # The schedules call the methods below, which do nothing: communication happens above.
+    # Schedules call the methods below, which do nothing, since communication happens above.
 
     def get_fwd_recv_ops(self, index: int) -> list[dist.P2POp]:
         return []
@@ -264,7 +264,7 @@ class CutStage:
 
 
 class _Joined(torch.autograd.Function):
-    """One output in place of several: its gradient of one becomes the given gradient of each of them."""
+    """One output in place of several; its backward gives each of them its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
@@ -277,18 +277,18 @@ class _Joined(torch.autograd.Function):
 
 
 _Order = tuple[Callable[[], object], float]
-"""Runs the micro-batches, and the share of the last backward that is over when this worker is ready."""
+"""A function that runs the micro-batches, and the share of the last backward that is done when this worker is ready."""
 
 
 class FlushPipeline:
-    """Trains this worker's stage, or stages: some schedules give a worker several that lie M apart.
+    """Trains this worker's stage or stages; some schedules give a worker several, M apart.
 
     Args:
         runners: run these stages' parts of a step.
         num_workers: M, the workers of the pipeline.
         parameters: the trained parameters of these stages; the sequence may change between mini-batches.
-        shared: those that other stages hold too.
-        delays: makes this worker slow, if it was asked to.
+        shared: the parameters that other stages hold, too.
+        delays: slows this worker down, if asked to.
         schedule: ``"1f1b"`` or ``"gpipe"`` for one stage, ``"interleaved_1f1b"`` or ``"zero_bubble"`` for several.
         num_micro_batches: how many micro-batches a mini-batch is split into.
     """
@@ -318,7 +318,7 @@ class FlushPipeline:
             return _order(schedule, self._stages, parts), share
 
         self._order_of = ordered
-        self._order_of(num_micro_batches)  # refuses what cannot be ordered
+        self._order_of(num_micro_batches)  # raises now if the schedule cannot order them
         self._splits_backwards = schedule == "zero_bubble"
         self._is_cut = len(runners[0].link.ranks) > 1
         self._num_micro_batches = num_micro_batches
@@ -326,8 +326,8 @@ class FlushPipeline:
         self._loss = SharedLoss(runners[-1].link, num_workers)
 
     flushes = True
-    """Whether every mini-batch ends with all of its gradients, on all stages at once."""
-    filling = False  # nothing is under way between two mini-batches
+    """Whether all stages have all gradients of a mini-batch when it ends."""
+    filling = False  # nothing is under way between mini-batches
     unfinished = 0
 
     def train(
@@ -345,10 +345,10 @@ class FlushPipeline:
             batch: the whole mini-batch.
             step: the user's method.
             iteration: counts mini-batches.
-            exchange: what an update that follows replaces gradients by.
-            accumulated: earlier mini-batches have left gradients for the same update.
-            ready: is told when the update which follows needs nothing more of others: before the last backward or
-                within it (``policies/announcing.py``), or if this worker shares parameters with other stages, when
+            exchange: replaces the gradients before the update that follows.
+            accumulated: whether earlier mini-batches have left gradients for the same update.
+            ready: is told when the update that follows needs nothing more from others: before the last backward or
+                within it (``policies/announcing.py``) or, if this worker shares parameters with other stages, when
                 their gradients have come.
 
         Returns:
@@ -387,7 +387,7 @@ class FlushPipeline:
         if ready is not None:
             computing = partial(ready.computing, delays)
         elif plain:
-            computing = partial(next, repeat(spans[meter.BACKWARD]))  # which calls no Python
+            computing = partial(next, repeat(spans[meter.BACKWARD]))  # runs no Python code
         last_backward = self._reporting(exchange if not accumulated else None)
         for number, (runner, stage) in enumerate(zip(self._runners, self._stages, strict=True)):
             parts = _copied(micro_batches) if number else micro_batches  # each stage's step may change its batch
@@ -419,7 +419,7 @@ class FlushPipeline:
         self._loss.settle()
 
     def _refuse_hooks(self) -> None:
-        """Raise ConfigurationError for hooks on gradients that would not see what they see in one process."""
+        """Raise ConfigurationError for hooks on gradients that would see other values than in one process."""
         if self._shared.exist:
             self._shared.refuse_hooks()
         if self._splits_backwards:
@@ -435,14 +435,14 @@ class FlushPipeline:
 
     def _before_last_backward(self, ready: ReadySignal | None, waits_for_owners: bool) -> None:
         self._loss.exchange()
-        if not waits_for_owners:  # else the sum over the owners waits for them after it
+        if not waits_for_owners:  # else the sum over the owners, after the backward, waits anyway
             for runner in self._runners:
                 runner.link.make_room()
             if ready is not None:
                 ready.last_backward()
 
     def _reporting(self, exchange: GradientExchange | None) -> AbstractContextManager[object]:
-        """Return a context for a stage's last backward, which completes the gradients that no other stage adds to."""
+        """Return a context for a stage's last backward, which reports gradients that no other stage adds to."""
         if exchange is None or not exchange.early or len(self._stages) > 1:
             return _NOTHING
         shared = {id(p) for p in self._shared.parameters} if self._shared.exist else set()
@@ -477,15 +477,15 @@ def _order(name: str, stages: Sequence[CutStage], parts: int) -> Callable[[], ob
     """Return a function that runs the micro-batches of a mini-batch in the order of the schedule ``name``.
 
     Raises:
-        ConfigurationError: the schedule cannot order so many micro-batches.
+        ConfigurationError: the schedule cannot order this number of micro-batches.
     """
     if name not in ("interleaved_1f1b", "zero_bubble"):
         (stage,) = stages
-        # 1F1B needs a micro-batch for every stage; with fewer its order is GPipe's
+        # with fewer micro-batches than stages, 1F1B's order is GPipe's
         ahead = stage.num_stages - stage.stage_index if name == "1f1b" and parts >= stage.num_stages else parts
         return partial(run_ahead, stage, parts, ahead)
     kind = ScheduleInterleaved1F1B if name == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
-    torch_stages: Any = list(stages)  # CutStage offers what the schedules call, without being torch's class
+    torch_stages: Any = list(stages)  # CutStage has the methods that schedules call, without torch's class
     try:
         schedule = kind(torch_stages, parts, loss_fn=lambda loss, _: loss, scale_grads=False)
     except ValueError as error:
@@ -498,16 +498,15 @@ def _order(name: str, stages: Sequence[CutStage], parts: int) -> Callable[[], ob
 
 
 def skip_initialisation(schedule: Any) -> None:
-    """Keep a schedule of torch from preparing its stages, which prepare themselves. How it does that differs between
-    versions of torch."""
-    for name in ("_initialize_stage", "_initialize_stages"):  # of one stage, and of several
+    """Keep a torch schedule from preparing its stages, which prepare themselves."""
+    for name in ("_initialize_stage", "_initialize_stages"):  # torch's name differs between versions
         if hasattr(schedule, name):
             setattr(schedule, name, lambda *_, **__: None)
 
 
 def run_ahead(stage: CutStage, parts: int, ahead: int) -> None:
-    """Run ``parts`` micro-batches through a stage whose forwards are at most ``ahead`` of its backwards: by its
-    distance from the end of the pipeline in 1F1B (Harlap et al. 2018), and all of them in GPipe (Huang et al. 2019)."""
+    """Run ``parts`` micro-batches through a stage whose forwards are at most ``ahead`` of its backwards: in 1F1B
+    (Harlap et al. 2018) by the number of stages from it to the end, in GPipe (Huang et al. 2019) by all ``parts``."""
     losses = [stage.forward_one_chunk(index) for index in range(ahead)]
     for index in range(parts):
         stage.backward_one_chunk(index, losses[index])

@@ -1,10 +1,10 @@
-"""Gradients of a pipeline schedule: handing them to Lightning's optimization loop, and the signal, given while they are
-computed, that this worker is ready: nothing but its own computing can hold up its update any more.
+"""Hands a pipeline's gradients to Lightning's optimization loop, and signals, while they are computed, that this worker
+is ready: only its own computation can still delay its update.
 
 On this signal the scheduler lets others wait for this worker (SDPipe §4, "Worker Communication"). Most workers send it
-before their last backward, or with few micro-batches within it. But clipping by the norm of all stages, and the vote on
-an overflow in 16-bit mixed precision, come after the backward and wait for the other stages of the pipeline, which may
-be late. So does the sum over the owners of a shared parameter.
+before their last backward or, with few micro-batches, within it. But clipping by the norm of all stages, the vote on an
+overflow in 16-bit mixed precision, and the sum over the owners of a shared parameter come after the backward and wait
+for other stages of the pipeline, which may be late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_sdpipe import meter
 from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.heterogeneity.injector import DelayInjector
 
-_ROUNDING = 1e-5  # of a factor
+_ROUNDING = 1e-5  # a factor this close to 1 may be a rounding error
 
 
 def set_aside(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -40,8 +40,8 @@ def put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | No
 
 
 class reported_to:
-    """Within the context, ``exchange`` is told of each of these parameters as soon as a backward has added to its
-    gradient."""
+    """Within the context, ``exchange`` is told of the gradient of each of these parameters as soon as a backward has
+    added to it."""
 
     def __init__(self, exchange: GradientExchange, parameters: Sequence[nn.Parameter], numbers: Iterable[int]) -> None:
         self._exchange, self._parameters, self._numbers = exchange, parameters, numbers
@@ -63,7 +63,7 @@ class reported_to:
 
 
 def hooked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those of ``parameters`` on whose gradients the user has registered hooks."""
+    """Return the ``parameters`` that have user hooks on their gradients."""
     return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
 
 
@@ -85,22 +85,22 @@ def loss_with_gradients(
     accumulated: bool = False,
     share: float = 1.0,
 ) -> Tensor:
-    """Return the loss as a tensor whose ``backward`` adds ``gradients``, times the gradient it is given, to
-    ``parameters``.
+    """Return the loss as a tensor whose ``backward`` multiplies ``gradients`` by the gradient that it gets, and adds
+    them to ``parameters``.
 
     Lightning zeroes gradients between ``training_step``, where a pipeline computes them, and ``backward``. This way
     gradient accumulation, loss scaling and users' own ``backward`` hooks work as they do without a pipeline.
 
     Args:
-        loss: a scalar; multiplied by ``scale``, as ``gradients`` are.
-        parameters: the parameters of the gradients.
-        gradients: in the order of the parameters.
-        scale: a loss scale, divided out again of the loss here and of the gradients in the backward.
-        exchange: the exchange that replaces ``gradients``, of which it may have some already, before they are added.
+        loss: a scalar, multiplied by ``scale``, as ``gradients`` are.
+        parameters: the parameters.
+        gradients: their gradients, in the same order.
+        scale: a loss scale, divided out of the loss here and of the gradients in the backward.
+        exchange: replaces ``gradients``, some of which it may have already, before they are added.
         accumulated: whether earlier mini-batches have left gradients for the same update. Then ``gradients`` are added
             first, and the exchange replaces the sums.
-        share: of the mini-batch in its update, by which ``gradients`` are multiplied, and not ``loss``. It is divided
-            out again in the backward.
+        share: the mini-batch's share of its update, by which ``gradients`` are multiplied, but not ``loss``. It is
+            divided out in the backward.
     """
     deposit: Any = _Deposit.apply  # untyped in torch
     loss = loss.detach() if scale is None else loss.detach() / scale
@@ -112,7 +112,7 @@ def loss_with_gradients(
 
 @cache
 def _anchor(device: torch.device) -> Tensor:
-    """Return a tensor that asks for a gradient and never gets one."""
+    """Return a tensor that requires a gradient and never gets one."""
     return torch.zeros((), device=device, requires_grad=True)
 
 
@@ -127,7 +127,7 @@ class _Left:
     accumulated: bool
     share: float
     meter: meter.Meter
-    """Meter of the thread that waits for the backward, which may run in another one."""
+    """Meter of the thread that waits for the backward, which may run in another thread."""
 
 
 class _Deposit(torch.autograd.Function):
@@ -172,12 +172,12 @@ class _Deposit(torch.autograd.Function):
 
 
 LastWait = Literal["backward", "vote", "norm", "step"]
-"""The points that an update passes, in order. After one of them it waits for no other stage."""
+"""The points that an update passes, in order: the last one at which it may wait for another stage."""
 
 
 class ReadySignal:
-    """Fires once in each update, when the last point is passed that waits for another stage, and at the latest after
-    the optimizer's step. The pipeline, clipping and the loss scale report the points that they have passed.
+    """Fires once in each update, when it passes the last point that waits for another stage, and at the latest after
+    the optimizer's step. The pipeline, clipping and the loss scale report the points that they pass.
 
     Args:
         last: the last point that waits for another stage.
@@ -193,11 +193,11 @@ class ReadySignal:
         self._in_last_backward = False
 
     def expect(self) -> None:
-        """Begin an update, in which the signal is to fire."""
+        """Begin an update, in which the signal must fire."""
         self._expected = True
 
     def drop(self) -> None:
-        """The update ends, whether the signal has fired or not."""
+        """End the update, whether or not the signal has fired."""
         self._expected = False
 
     def passed(self, point: LastWait) -> None:
@@ -212,8 +212,8 @@ class ReadySignal:
         """Begin the backwards of a mini-batch.
 
         Args:
-            share: the part of the last backward that is over when it counts as passed, from 0 to 1, measured by the
-                number of gradients; 0 if it counts as passed before it begins.
+            share: the share of its gradients, from 0 to 1, after which the last backward counts as passed; 0 if it does
+                before it begins.
             parameters: parameters whose gradients are computed, from the first layer to the last.
         """
         self._share, self._in_last_backward = share, False
@@ -226,7 +226,7 @@ class ReadySignal:
             self.passed("backward")
 
     def computing(self, delays: DelayInjector) -> AbstractContextManager[None]:
-        """Return the context to hold around every backward; ``delays`` make this worker slow, if it was asked to."""
+        """Return the context for a backward; ``delays`` slow this worker down, if asked to."""
         last = self._expected and self._in_last_backward and self._last == "backward"
         parameter = self._parameter
         if not (delays.injects or delays.measures):
@@ -240,7 +240,7 @@ class ReadySignal:
 
     @contextmanager
     def _hearing(self, parameter: Tensor | None, computing: AbstractContextManager[None]) -> Iterator[None]:
-        """Pass when the gradient of ``parameter`` is there, and at the latest when all are."""
+        """Pass the backward when ``parameter`` has its gradient, and at the latest when all have."""
         hook = None
         if parameter is not None and parameter.requires_grad:
             hook = parameter.register_hook(self._pass_backward)  # type: ignore[no-untyped-call]
@@ -259,19 +259,19 @@ class ReadySignal:
 class GradientExchange(Protocol):
     """Replaces the gradients of an update by others, such as their means over replicas.
 
-    Parameters have numbers: their position in the sequence that the pipeline and the exchange were both made with.
+    A parameter's number is its position in the sequence with which the pipeline and the exchange were both made.
     """
 
     @property
     def early(self) -> Collection[int]:
-        """Numbers of the parameters whose gradients are of use before the backward ends."""
+        """Numbers of the parameters whose gradients the exchange can use before the backward ends."""
 
     def gradient_ready(self, number: int, gradient: Tensor) -> None:
-        """Take the final gradient of parameter ``number``, one of :attr:`early`, while the backward goes on. The
-        gradient may change afterwards."""
+        """Take the final gradient of parameter ``number``, one of :attr:`early`, while the backward goes on. Read it
+        now, since the tensor may change afterwards."""
 
     def complete(self, gradients: Sequence[Tensor | None]) -> None:
-        """End the backward: take all gradients, with those that :meth:`gradient_ready` had. Do not wait."""
+        """End the backward: take all gradients, including those that :meth:`gradient_ready` got. Do not wait."""
 
     def finish(self) -> list[Tensor | None]:
-        """Wait for the gradients that take the place of those given to :meth:`complete`."""
+        """Wait for the gradients that replace those given to :meth:`complete`, and return them."""

@@ -1,10 +1,9 @@
-"""Gradients of parameters that live on several stages, summed without a flush.
+"""Sums the gradients of parameters that several stages hold, without a flush.
 
-All owners apply the sum for the same mini-batches at the same update, when the first owner has it, since its backward
-comes last. A part travels up from the last owner, and every owner adds its own to the part that came. No owner waits
-longer for that part than for the gradient of the activations, which has come the same way. The first owner sends the
-total to the others. It does so in the turn in which they use the total, before it runs the next forward, whose output
-they need next anyway.
+All owners apply the sum for the same mini-batches in the same update, when the first owner has it, whose backward comes
+last. A partial sum travels up from the last owner, and every owner adds its own gradient. No owner waits longer for
+that sum than for the gradient of the activations, which came the same way. The first owner sends the total to the
+others in the turn in which they use it, before it runs the next forward, whose output they need next anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lightning_sdpipe.pipeline.accumulation_windows import Window
 
 _UP, _DOWN, _NORM = 1, 2, 3  # tags; the group has no other members than the owners
 
-_Flat = tuple[list[nn.Parameter], Tensor]  # of one type: the number of owners with a gradient of each, and the sums
+_Flat = tuple[list[nn.Parameter], Tensor]  # parameters of one type, and a tensor as joined() makes it
 
 
 @dataclass
@@ -33,9 +32,9 @@ class _Sum:
 
 
 class LateSum:
-    """One owner's end of a set of parameters with the same owners.
+    """One owner's end of the sums for parameters with the same owners.
 
-    Everything is staged on the CPU: p2p over NCCL has no tags, and both directions would wait for each other.
+    Everything is staged on the CPU: NCCL's messages have no tags, so both directions would wait for each other.
 
     Args:
         group: the owners.
@@ -43,7 +42,7 @@ class LateSum:
         stages: their stages.
         place: this owner's position in these sequences.
         parameters: this stage's copies, in the same order on all owners.
-        trained: the parameters of this stage that train. The sequence may change when nothing is under way.
+        trained: this stage's trained parameters. The sequence may change when nothing is under way.
     """
 
     def __init__(
@@ -64,19 +63,19 @@ class LateSum:
         self._stages = stages
         self._place = place
         self._sums: deque[_Sum] = deque()
-        self._leaving: list[p2p.Transfer] = []  # sends of sums that were taken
+        self._leaving: list[p2p.Transfer] = []  # sends of sums that have been taken
         self._square: p2p.Transfer | None = None
         self._owes_square = False
         self._squares_sent: list[p2p.Transfer] = []
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """Parameters of this owner that train."""
-        trained = {id(p) for p in self._all_trained}  # those agreed on; requires_grad may have changed since
+        """Trained parameters of this owner."""
+        trained = {id(p) for p in self._all_trained}  # as agreed; requires_grad may have changed since
         return [p for p in self.parameters if id(p) in trained]
 
     def add(self, window: Window) -> None:
-        """Take this stage's gradients of the complete window out of it, and pass them on.
+        """Take this stage's gradients out of a complete window, add them to the sum, and pass it on.
 
         Raises:
             WorkerFailedError: another owner is gone.
@@ -92,7 +91,7 @@ class LateSum:
                 tensor.add_(part)
         if self.is_first:
             sent = [self._send(tensors, place, _DOWN) for place in range(1, len(self._ranks))]
-            copies = [(parameters, tensor.clone()) for parameters, tensor in flats]  # gradients are changed in place
+            copies = [(parameters, tensor.clone()) for parameters, tensor in flats]  # updates change gradients in place
             self._sums.append(_Sum(copies, None, sent))
         else:
             sent = [self._send(tensors, self._place - 1, _UP)]
@@ -101,7 +100,7 @@ class LateSum:
             self._sums.append(_Sum(totals, arriving, sent))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """Return the sums for the oldest window, once they are known; parameters that no owner used are left out."""
+        """Wait for the sums of the oldest window and return them, without parameters that no owner used."""
         oldest = self._sums.popleft()
         if oldest.arriving is not None:
             oldest.arriving.wait()
@@ -120,7 +119,7 @@ class LateSum:
             self._square = self._receive([torch.empty(1, dtype=torch.float64)], 0, _NORM)
 
     def tell_square(self, square: float) -> None:
-        """Tell the other owners the squared norm by which the first of them clips, unless they have been told."""
+        """On the first owner, tell the others the squared norm by which it clips, unless it has told them."""
         if self._owes_square:
             self._wait(self._squares_sent)
             value = torch.tensor([square], dtype=torch.float64)
@@ -128,12 +127,12 @@ class LateSum:
         self._owes_square = False
 
     def hear_square(self) -> float:
-        """Return the squared norm that the first owner tells; 0 if it has nothing to tell."""
+        """Return the squared norm that the first owner tells; 0 if none is expected."""
         transfer, self._square = self._square, None
         return 0.0 if transfer is None else float(transfer.wait()[0])
 
     def settle(self) -> None:
-        """End an update, in which the user's code need not have clipped: afterwards nothing is owed or expected."""
+        """End an update, even if the user's code has not clipped: afterwards nothing is owed or expected."""
         self.tell_square(0.0)
         self.hear_square()
 
@@ -158,15 +157,15 @@ class LateSum:
 
 
 def by_type(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters of each type."""
+    """Return the parameters, grouped by type."""
     return [[p for p in parameters if p.dtype == dtype] for dtype in {p.dtype: None for p in parameters}]
 
 
 def joined(
     parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], device: torch.device | str
 ) -> Tensor:
-    """Return the gradients of parameters of one type one after another, behind a 1 for each that there is and a 0 for
-    each that there is not."""
+    """Return a flat tensor for parameters of one type: a 1 for each gradient that exists and a 0 for each that does
+    not, then the gradients."""
     exist = torch.tensor([grad is not None for grad in gradients], dtype=parameters[0].dtype, device=device)
     parts = (
         torch.zeros(p.numel(), dtype=p.dtype, device=device) if grad is None else grad.to_dense().flatten().to(device)
@@ -176,6 +175,6 @@ def joined(
 
 
 def parted(flat: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
-    """Return how many gradients of each parameter there are in a sum of :func:`joined`, and the sum of each."""
+    """Split a sum of results of :func:`joined` into the number of gradients of each parameter, and their sums."""
     exist, *sums = torch.split_with_sizes(flat, [len(parameters), *(p.numel() for p in parameters)])
     return exist, [total.view(p.shape) for p, total in zip(parameters, sums, strict=True)]

@@ -1,16 +1,16 @@
 """Messages between neighbouring stages of one pipeline: activations go down, gradients go up.
 
-Both ends see the same micro-batches, so both know the shape of the next message once a micro-batch of that shape has
-passed. The first message for new shapes is preceded by a header that describes it; no user code runs an extra time. A
-note travels with the tensors. It says which of the known layouts the message has (a block may be skipped now and then),
-and holds the Python numbers that the blocks have made. A message of unexpected shapes follows one of the expected
+Both ends see the same micro-batches, so both know the shapes of the next message once a micro-batch of those shapes has
+passed. The first message with new shapes follows a header that describes it, so no user code runs an extra time. A note
+travels with the tensors: it says which of the known layouts the message has (a block may be skipped now and then), and
+holds the Python numbers that the blocks have made. A message of unexpected shapes follows a filler of the expected
 shapes. Sends start at once and are waited for later; the next receive is posted before the current micro-batch is
 computed.
 
-The first message of a mini-batch begins with its digest (:mod:`~lightning_sdpipe.pipeline.digest`), in its header or in
-its note: at the same place, since stages that were given other batches may expect the one or the other. Where layers
-were frozen or unfrozen, a message of the same length comes first. A stage that has changed nothing waits for a message
-of its mini-batch there, so either stage finds that the other one has not done the same.
+The first message of a mini-batch has its digest (:mod:`~lightning_sdpipe.pipeline.digest`) in the header or the note,
+at the same place, since stages that were given different batches may expect different ones. After layers were frozen or
+unfrozen, a message of the same length comes first. A stage without that change takes it for the first message of its
+mini-batch, so either stage notices that the other has not made the same change.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.message import Layout, Message
 from lightning_sdpipe.pipeline.digest import LENGTH, BatchDigest
 
-_FREEZING = -1  # in place of the number with which the first message of a mini-batch begins
+_FREEZING = -1  # in place of the number that begins the first message of a mini-batch
 
 
 @dataclass
 class StageLink:
-    """Ends of the two cuts of one stage.
+    """One stage's ends of the cuts to its neighbours.
 
     Args:
         group: the pipeline's process group.
         ranks: global rank of every stage of the pipeline; a rank may hold several.
-        stage: the stage whose neighbours these are.
+        stage: this stage.
         device: where received tensors go.
         dynamic_shapes: send a header before every message, which is faster if output shapes of blocks often depend on
             the data.
-        lanes: the group of each direction of a cut, by tag, where the backend of ``group`` has no tags.
-        sends_in_flight: sends of one direction before a further one waits for the oldest: one that the neighbour is
-            taking and one that is ready for it. None for no bound, where stages wait for each other in a ring.
+        lanes: the group of each direction of a cut, by tag, if the backend of ``group`` has no tags.
+        sends_in_flight: most sends in one direction; a further one waits for the oldest. Two are one that the neighbour
+            is taking and one ready for it. None for no bound, where stages wait for each other in a ring.
     """
 
     group: dist.ProcessGroup
@@ -59,17 +59,17 @@ class StageLink:
     _expected: deque[tuple[Hashable, p2p.Transfer]] = field(default_factory=deque)
     _sent_down: deque[p2p.Transfer] = field(default_factory=deque)
     _sent_up: deque[p2p.Transfer] = field(default_factory=deque)
-    _untold: BatchDigest | None = None  # of a mini-batch whose first message is still to come; so is the next field
-    _unheard: BatchDigest | None = None
+    _untold: BatchDigest | None = None  # the digest, until the first message of the mini-batch is sent
+    _unheard: BatchDigest | None = None  # the digest, until the first message is received
     _counts: Counter[int] = field(default_factory=Counter)
-    """Messages of each lane that were sent or received here, by tag."""
+    """Number of messages sent or received here in each lane, by tag."""
 
     def begin(self, digest: BatchDigest) -> None:
-        """Begin a mini-batch: its messages follow."""
+        """Begin a mini-batch, whose messages follow."""
         self._untold = self._unheard = digest
 
     def tell_freezing(self) -> None:
-        """Tell the next stage that layers were frozen or unfrozen on this one, and hears it from the previous stage.
+        """Tell the next stage that layers were frozen or unfrozen here, and hear the same from the previous stage.
 
         Raises:
             ConfigurationError: no layers were frozen or unfrozen on the previous stage.
@@ -91,7 +91,7 @@ class StageLink:
         expected = number == 0 or _as_expected(layout, layouts[0])
         if expected:
             self._send_down([*self._note(number, message.numbers), *message.tensors])
-        else:  # the buffers that the next stage has posted are filled up, and the message follows
+        else:  # fill the buffers that the next stage has posted; the message follows
             nothing = [meta.empty(self.device) for meta in layouts[0].values]
             self._send_down([*self._note(number, [0.0] * layouts[0].first_numbers[-1]), *nothing])
         if number == len(layouts):
@@ -109,7 +109,7 @@ class StageLink:
             self._expected.append((key, self._post(layouts[0])))
 
     def receive_activations(self, key: Hashable) -> Message:
-        """Wait for the next micro-batch of the previous stage. Tensors that need gradients come as leaves."""
+        """Wait for the next micro-batch from the previous stage. Tensors that need gradients are leaves."""
         if self._expected:
             expected_key, transfer = self._expected.popleft()
             assert expected_key == key
@@ -132,8 +132,8 @@ class StageLink:
     def send_gradients(self, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Start sending the gradients of a received micro-batch to the previous stage.
 
-        Flags before them say which tensors have one: an unused tensor has none. A single tensor gets zeros then, so
-        that the previous stage can expect both at once.
+        Flags before them say which tensors have one: an unused tensor has none. A single unused tensor gets zeros, so
+        that the previous stage can receive flag and gradient at once.
         """
         to, tag = self.stage - 1, 2 * self.stage - 1
         message: list[Tensor] = []
@@ -148,8 +148,7 @@ class StageLink:
             self._settle(self._sent_up, self.sends_in_flight)
 
     def receive_gradients(self, sent: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Wait for gradients from the next stage; return those tensors of ``sent`` that have one, and their
-        gradients."""
+        """Wait for gradients from the next stage; return the tensors in ``sent`` that have one, and the gradients."""
         if not sent:
             return [], []
         source, tag = self.stage + 1, 2 * self.stage + 1
@@ -188,7 +187,7 @@ class StageLink:
             self._wait(transfers.popleft(), meter.SEND)
 
     def _mark(self, what: int, tag: int) -> None:
-        """Count a message of a lane, as the other end does."""
+        """Mark a message with its number in the lane, which both ends count."""
         self._counts[tag] += 1
         meter.current().mark(what, self._counts[tag] * meter.LANES + tag)
 
@@ -197,13 +196,13 @@ class StageLink:
             return transfer.wait(phase)
 
     def _post(self, layout: Layout, begun: int = 1) -> p2p.Transfer:
-        """Post the receive of a message, in whose note ``begun`` numbers precede those of the blocks."""
+        """Post the receive of a message whose note has ``begun`` numbers before those of the blocks."""
         note = torch.empty(begun + layout.first_numbers[-1], dtype=torch.float64)
         buffers = [note, *(meta.empty(self.device) for meta in layout.values)]
         return self._receive_down(buffers)
 
     def _receive(self, layout: Layout) -> tuple[int, list[float], list[Tensor]]:
-        """Receive a message; return its number, the numbers of its note, and its tensors."""
+        """Receive a message; return its layout's number, the blocks' numbers, and its tensors."""
         if self._unheard is None:
             return _parted(self._wait(self._post(layout), meter.WAIT_UP))
         number = self._receive_first()
@@ -215,11 +214,10 @@ class StageLink:
         return Layout.decode(self._wait(self._receive_down([payload]), meter.WAIT_UP)[0].numpy().tobytes())
 
     def _receive_first(self) -> int:
-        """Return the number that a header or a note begins with; also compares the digest after it, if one is still to
-        come.
+        """Return the number that begins a header or a note; compare the digest after it, if one is expected.
 
         Raises:
-            ConfigurationError: the previous stage was given another batch, or other layers train there.
+            ConfigurationError: the previous stage was given another batch, or trains other layers.
         """
         digest, self._unheard = self._unheard, None
         number, *theirs = self._first_from_previous(1 if digest is None else 1 + LENGTH)
@@ -277,5 +275,5 @@ def _parted(tensors: list[Tensor]) -> tuple[int, list[float], list[Tensor]]:
 
 
 def _as_expected(layout: Layout, first: Layout) -> bool:
-    """Return whether messages of both layouts have the same size. A message of another size travels twice."""
+    """Return whether messages of both layouts have the same size; else a filler must precede the message."""
     return layout.values == first.values and layout.first_numbers[-1] == first.first_numbers[-1]

@@ -1,11 +1,11 @@
 """Lock step: calls of blocks outside of training, which all workers of a pipeline make together.
 
-Hooks run on every stage, and so do steps of evaluation that call blocks in an order which no pipeline has (a loop that
-generates text). The stage that holds a block computes its call. The others receive the output and all other effects,
-and repeat them. So user code outside of blocks sees true values on every stage, and takes the same turns.
+Hooks run on every stage, and so do evaluation steps that call blocks in an order that no pipeline can run (a loop that
+generates text). The stage that holds a block computes its call; the others receive the output and all other effects,
+and repeat them. So user code between blocks sees true values on every stage, and takes the same branches.
 
-A call that some stages make and others do not would wait for ever. So a worker that waits leaves word of that in the
-run's store (:func:`tell_waits`). If a worker that has not come to the call waits for one that has, it never will.
+If some stages make a call and others do not, it would wait forever. Therefore a waiting worker writes its wait to the
+run's store (:func:`tell_waits`). If a worker that has not made the call waits for one that has, it never will.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_sdpipe.partition.effects import Effect
 from lightning_sdpipe.partition.message import Layout, Message, Receiving, TensorMeta, whole_message
 from lightning_sdpipe.pipeline.digest import BatchDigest
 
-_FIRST = 2**14  # bytes of a first message, so that most calls need no other
+_FIRST = 2**14  # bytes of the first message, large enough that most calls need no second
 _TOGETHER = (
     "Outside of training steps, all ranks of a pipeline call a block together: call it on every rank, and let one of "
     "them report, as in `text = self.generate(prompt)` and then `if self.trainer.is_global_zero: print(text)`. Neither "
@@ -42,7 +42,7 @@ _TOGETHER = (
 
 
 def costs(step: str, calls: int) -> str:
-    """Return what to tell the user about a ``step`` of evaluation in lock step with so many ``calls`` for a batch."""
+    """Return what to tell the user about an evaluation ``step`` in lock step that makes ``calls`` calls in a batch."""
     return (
         f"{step} calls blocks more than once, or in an order that values decide, so it runs in lock step: stages do "
         f"not overlap, and each call of a block (at least {calls} in a batch) is sent to all stages of the pipeline. "
@@ -52,7 +52,7 @@ def costs(step: str, calls: int) -> str:
 
 @dataclass(eq=False)
 class LockStep:
-    """One worker's part of the calls.
+    """One worker's part in calls made in lock step.
 
     Args:
         group: the pipeline's process group.
@@ -60,8 +60,8 @@ class LockStep:
         owners: the global rank that holds each block.
         chain: paths of the blocks.
         device: where this worker computes.
-        steps: whether a step runs in lock step, by its name. One that was not rehearsed does for one batch, which shows
-            whether it has to.
+        steps: whether each step runs in lock step, by name. A step that was not rehearsed does so for one batch, which
+            shows whether it must.
     """
 
     group: dist.ProcessGroup
@@ -71,12 +71,12 @@ class LockStep:
     device: torch.device
     steps: dict[str, bool] = field(default_factory=dict)
     on_entry: Callable[[str], None] = lambda _: None
-    """Called with the block before each call; raises where not all workers come."""
+    """Called with the block's path before each call; raises if not all workers make it."""
     first_failure: AbstractContextManager[None] = field(default_factory=nullcontext)
     together: bool = False
-    """Whether the evaluation that is under way runs in lock step: then its results are on every stage."""
-    _digest: BatchDigest | None = None  # of the batch of a step that is under way
-    _order: list[int] = field(default_factory=list)  # of the blocks that it has called
+    """Whether the present evaluation runs in lock step; then its results are on every stage."""
+    _digest: BatchDigest | None = None  # of the present step's batch
+    _order: list[int] = field(default_factory=list)  # the blocks that the present step has called
     _calls: int = 0
 
     def runs(self, step: str) -> bool:
@@ -85,7 +85,7 @@ class LockStep:
         return self.steps.get(step, True)
 
     def evaluate(self, step: str, batch: Any, run: Callable[[], Any]) -> Any:
-        """Return what ``run``, a whole step on ``batch``, returns."""
+        """Return what ``run``, a whole step on ``batch``, returns; None on stages that need no result."""
         self._digest, self._order = BatchDigest(batch), []
         try:
             output = run()
@@ -102,10 +102,10 @@ class LockStep:
     def call(
         self, block: int, compute: Callable[[], tuple[Any, list[Effect]]], repeat: Callable[[list[Effect]], Any]
     ) -> Any:
-        """Call a block: ``compute`` its output and effects if it is here, else ``repeat`` its effects.
+        """Call a block: ``compute`` its output and effects if this worker holds it, else ``repeat`` its effects.
 
         Raises:
-            ConfigurationError: other workers call another block, or from another hook, or have another batch.
+            ConfigurationError: another worker calls another block, or from another hook, or has another batch.
             WorkerFailedError: a worker is gone.
         """
         self.on_entry(self.chain[block])
@@ -150,7 +150,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _hook() -> str:
-    """Return the hook or step from which a block is called now, for people."""
+    """Return a description of the hook or step from which a block is called now."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -164,28 +164,28 @@ def _hook() -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """This worker's wait, in a call of a block, for other ``ranks`` of its pipeline's ``members``."""
+    """This worker's wait in a call of a block for ``ranks``, some of its pipeline's ``members``."""
 
     place: str
     number: int
     members: Sequence[int]
     ranks: Sequence[int]
-    _heard: tuple[Mapping[int, _Said], Mapping[int, _Said]] = ({}, {})  # the last two times
+    _heard: tuple[Mapping[int, _Said], Mapping[int, _Said]] = ({}, {})  # what members said at the last two times
 
     def __str__(self) -> str:
         return f"a call of {self.place}"
 
     def hear(self, said: Mapping[int, _Said]) -> None:
-        """Take in what members have said."""
+        """Note what members have written to the store."""
         self._heard = self._heard[1], said
 
     def lost(self) -> WorkerFailedError | None:
-        """Return an error if an awaited worker waits, through others perhaps, for one that waits in this call. Each
-        must have said so twice, so that no wait is taken for one that is over."""
+        """Return an error if an awaited worker waits, directly or through others, for a worker that waits in this call.
+        Each must have said so twice, so that no ended wait counts."""
         before, now = self._heard
         lasting = {rank: said for rank, said in now.items() if said.goes_on(before.get(rank))}
         at = {rank: said.call[1] for rank, said in lasting.items() if said.call} | {dist.get_rank(): self.number}
-        for rank, said in lasting.items():  # a message to it may be on its way from those that have passed its call
+        for rank, said in lasting.items():  # a message from a rank that has passed this one's call may be under way
             if rank in at:
                 lasting[rank] = said._replace(ranks=[each for each in said.ranks if at.get(each, 0) <= at[rank]])
         here = {rank for rank, said in lasting.items() if said.call == [self.place, self.number]} | {dist.get_rank()}
@@ -200,8 +200,8 @@ class _Call:
 
 
 class _Said(NamedTuple):
-    """What a worker has left in the run's store: its wait, how often it has said so, the call of a block if it is one,
-    the ranks that it waits for, and its description."""
+    """What a worker has written to the run's store: its wait's id, a count that grows each time, the block call if the
+    wait is one, the ranks that it waits for, and a description."""
 
     wait: int
     times: int
@@ -214,7 +214,7 @@ class _Said(NamedTuple):
 
 
 def _leads(start: int, goals: Collection[int], said: Mapping[int, _Said]) -> bool:
-    """Return whether the worker ``start`` waits, through others perhaps, for one of ``goals``."""
+    """Return whether the worker ``start`` waits, directly or through others, for one of ``goals``."""
     seen, todo = set[int](), [start]
     while todo:
         rank = todo.pop()
@@ -230,9 +230,9 @@ _times = count()
 
 
 def tell_waits(waits: Collection[p2p.Wait]) -> None:
-    """Leave word in the run's store of what this worker has been waiting for, and let calls hear what others have left
-    there. A thread beside the training calls it again and again, as long as that lasts; it waits where the store cannot
-    be reached."""
+    """Write this worker's ``waits`` to the run's store, and give what others have written there to the call of a block
+    among them. A thread beside the training calls this repeatedly while a wait lasts; it blocks if the store cannot be
+    reached."""
     if not waits or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     call = next((each for each in waits if isinstance(each, _Call)), None)
@@ -240,15 +240,14 @@ def tell_waits(waits: Collection[p2p.Wait]) -> None:
     what = " and ".join(sorted(map(str, waits if call is None else [call])))
     key = None if call is None else [call.place, call.number]
     said = _Said(hash(frozenset(map(id, waits))), next(_times), key, ranks, what)
-    with suppress(RuntimeError, ValueError):  # the store may have ended with its process, or the group with the run
+    with suppress(RuntimeError, ValueError):  # the process with the store may have ended, or the run
         _store().set(f"waits/{dist.get_rank()}", json.dumps(said))
     if call is not None:
         call.hear(_told(call.members))
 
 
 def port_of_store() -> int:
-    """Return the port of the run's store, over which waits are told, so that bytes there are no progress of the run; 0
-    if it has none."""
+    """Return the port of the run's store, or 0 if it has none. Bytes over it tell waits, so they are no progress."""
     if not dist.is_initialized():
         return 0
     store: Any = None
@@ -267,7 +266,7 @@ def _told(ranks: Sequence[int]) -> dict[int, _Said]:
 
 
 def _store() -> Any:
-    """Return a connection of the watching thread's own to the store of the run."""
+    """Return the watching thread's own connection to the run's store."""
     return _connected(dist.distributed_c10d._get_default_store())
 
 

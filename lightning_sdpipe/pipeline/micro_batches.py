@@ -1,10 +1,10 @@
-"""Splitting of a mini-batch into micro-batches, by its samples or as the user's module says.
+"""Splits a mini-batch into micro-batches, by its samples or as the user's module says.
 
 A batch is opened at its outermost container and at the mappings and dataclasses in it; the values found there are its
-parts. A tensor has its samples in the first dimension, a list of strings or numbers has one element for each, a packed
-sequence says so itself. A list that holds tensors has two readings: one element for each sample (images of several
-sizes, a dict of boxes for each), or a container of tensors that have the samples in their first dimension. All parts
-must agree on the number of samples; a part of length 1 goes with any, as in broadcasting.
+parts. A tensor has its samples in the first dimension, a list of strings or numbers has one element for each, and a
+packed sequence tells its number. A list of tensors has two readings: one element for each sample (images of several
+sizes, a dict of boxes for each), or a container of tensors with the samples in their first dimension. All parts must
+agree on the number of samples; a part of length 1 goes with any, as in broadcasting.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _CONSTANTS = (str, bytes, numbers.Number, enum.Enum, np.generic, torch.dtype, to
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of the mini-batch, and the weight of its loss in that of the mini-batch."""
+    """A part of the mini-batch, and the weight of its loss in the mini-batch's loss."""
 
     batch: Any
     weight: float  # the weights of a mini-batch add up to 1, or to the share of a portion
-    place: tuple[int, int] | None = None  # for a portion: which micro-batch of the epoch it is
+    place: tuple[int, int] | None = None  # for a portion: its place in the epoch
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
-        """Shapes of its tensors, read before a step may change them; equal signatures give messages of equal shape."""
+        """Its shapes, read before a step may change them. Equal signatures give messages of equal shapes."""
         return shapes(self.batch)
 
 
 @dataclass(frozen=True)
 class Portion:
-    """The part that a pipeline trains of the batch that all pipelines train together.
+    """A pipeline's part of the batch that all pipelines train together.
 
     Args:
         places: for each of its micro-batches, in order, the position of a batch in the epoch and the number of its
             part.
-        sizes: samples of each micro-batch.
-        samples: samples of a pipeline on average; the gradient of a pipeline counts in proportion to its samples.
+        sizes: number of samples of each micro-batch.
+        samples: average number of samples of a pipeline; a pipeline's gradient counts in proportion to its samples.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -62,23 +62,23 @@ class Portion:
 
     @property
     def share(self) -> float:
-        """Weight of this pipeline's gradient among those of all; 1 on average."""
+        """Weight of this pipeline's gradient; the average over pipelines is 1."""
         return sum(self.sizes) / self.samples
 
 
 def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None, multiple: int = 1) -> list[MicroBatch]:
-    """Split a mini-batch by its samples, as :func:`find_samples` finds them; parts that belong to
-    no sample go whole to each micro-batch. Sizes differ by at most one sample, larger ones first. With fewer samples
-    than micro-batches there is one for each sample, or the largest ``multiple`` that a schedule can order.
+    """Split a mini-batch by its samples, as :func:`find_samples` finds them; parts that belong to no sample go whole to
+    each micro-batch. Sizes differ by at most one sample, larger ones first. If there are fewer samples than
+    micro-batches, the number of micro-batches falls to the largest multiple of ``multiple`` that the samples allow,
+    since the schedule can order only multiples.
 
-    A ``module`` may have methods of its own: ``split_batch(batch, n)`` returns n batches instead, and
-    ``weigh_batch(batch)`` a number by which their losses count; the number of samples by default. With weights that a
-    loss divides by (samples, or labelled words), the gradient is that of the whole mini-batch. Both methods must return
-    the same on all stages.
+    A ``module`` may define two methods: ``split_batch(batch, n)`` returns n batches instead, and ``weigh_batch(batch)``
+    the weight of a batch's loss, by default its number of samples. If a loss is divided by its weight (samples, or
+    labelled words), the gradient is that of the whole mini-batch. Both methods must return the same on all stages.
 
     Raises:
-        ConfigurationError: fewer samples than ``multiple``; what a sample is cannot be told; or the module's own
-            methods return something else than documented.
+        ConfigurationError: there are fewer samples than ``multiple``, the samples cannot be found, or the module's own
+            methods return something else.
     """
     if num_micro_batches == 1:
         return [whole(batch)]
@@ -103,8 +103,8 @@ def split(batch: Any, num_micro_batches: int, module: nn.Module | None = None, m
 
 
 def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = None) -> None:
-    """Raise ConfigurationError where all tensors of a batch have as many samples as the loader was ``asked`` for in
-    their second dimension and not in the first, by which they would be split."""
+    """Raise ConfigurationError if all tensors of a batch have the number of samples that the loader was ``asked`` for
+    in their second dimension, rather than in the first, along which they would be split."""
     tensors = [tensor for _, tensor in tensors_in(batch) if tensor.ndim]
     swapped = [t.ndim > 1 and t.shape[1] == asked and t.shape[0] not in (1, asked) for t in tensors]
     if swapped and all(swapped) and not hasattr(module, "split_batch"):
@@ -116,7 +116,7 @@ def refuse_time_first(batch: Any, asked: int | None, module: nn.Module | None = 
 
 
 def part_sizes(samples: int, num_micro_batches: int) -> list[int]:
-    """Return the sizes of the micro-batches of a batch: they differ by at most one, larger ones first.
+    """Return the sizes of a batch's micro-batches: they differ by at most one, larger ones first.
 
     Raises:
         ConfigurationError: there are fewer samples than micro-batches.
@@ -131,7 +131,7 @@ def part_sizes(samples: int, num_micro_batches: int) -> list[int]:
 
 
 def take_apart(batch: Any, portion: Portion) -> list[MicroBatch]:
-    """Return the micro-batches that ``batch`` was put together from.
+    """Return the micro-batches that make up ``batch``.
 
     Raises:
         ConfigurationError: the batch and the portion have different numbers of samples.
@@ -154,8 +154,8 @@ def _cut(samples: Samples, sizes: Sequence[int]) -> list[Any]:
 
 
 def weight_of(batch: Any, module: nn.Module | None) -> float:
-    """Return the weight of a mini-batch's gradient among those of other pipelines: its number of samples, or what the
-    module's ``weigh_batch`` says."""
+    """Return the weight of a mini-batch's gradient among pipelines: its number of samples, or the result of the
+    module's ``weigh_batch``."""
     return float(_weights([batch], module)[0])
 
 
@@ -199,16 +199,16 @@ def _check_signature(module: nn.Module | None, method: Any, *arguments: Any) -> 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of ``batch``, ``count`` of them."""
+    """The ``count`` samples of ``batch``."""
 
     batch: Any
     count: int
-    is_list: bool  # whether the batch is a list of samples, as they came from the dataset
-    is_plain: bool = False  # whether all of its parts are tensors with the samples in their first dimension
+    is_list: bool  # whether the batch is an uncollated list of samples
+    is_plain: bool = False  # whether all its parts are tensors with the samples in their first dimension
 
     def __getitem__(self, samples: slice) -> Any:
-        """Return a batch of some of the samples. Tensors share memory, and parts that go with any sample are copied:
-        each batch may be changed in place."""
+        """Return a batch of some of the samples, which may be changed in place: its tensors share memory with the whole
+        batch only, and scalar tensors, which go with any sample, are copied."""
         batch: Any = self.batch
         if self.is_list:
             return batch[samples]
@@ -229,7 +229,7 @@ def find_samples(batch: Any, advice: str) -> Samples:
         advice: what to do if the samples cannot be found, for the message.
 
     Raises:
-        ConfigurationError: the parts of the batch do not agree, or one of them is of an unknown kind.
+        ConfigurationError: the parts of the batch do not agree on a number, or one is of an unknown kind.
     """
     plain = _plain_parts(batch)
     if plain:
@@ -248,8 +248,8 @@ def find_samples(batch: Any, advice: str) -> Samples:
 
 
 def _plain_parts(batch: Any) -> Sequence[Tensor]:
-    """Return the parts of a tensor, or a list, tuple or dict of tensors, if all have the samples in their first
-    dimension, as most batches do: no other reading has to be looked for then. Else return nothing."""
+    """Return the parts of a tensor, or of a list, tuple or dict of tensors, if their first dimensions are equal, as in
+    most batches; then no other reading is needed. Else return nothing."""
     kind = type(batch)
     parts: Sequence[Any] = batch if kind in (tuple, list) else ()
     if kind is Tensor:
@@ -265,7 +265,7 @@ def _plain_parts(batch: Any) -> Sequence[Tensor]:
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
-    """Return the shapes of everything in ``batch``; of objects of unknown kinds only their type."""
+    """Return the shapes of everything in ``batch``; for objects of unknown kinds, only their type."""
     if plain := _plain_parts(batch):
         return tuple([(tuple(part.shape), str(part.dtype)) for part in plain])
     if isinstance(batch, PackedSequence):
@@ -294,21 +294,21 @@ def tensors_in(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
 
 
 def _agreed(parts: Sequence[Any]) -> int | None:
-    """Return the number of samples that is a reading of every part, or None."""
+    """Return the number of samples on which the readings of all parts agree, or None."""
     with_readings = [(part, _readings(part)) for part in parts]
     votes = [vote for vote in with_readings if vote[1] != {1}] or with_readings
     common = set.intersection(*(counts for _, counts in votes)) if votes else set()
-    if len(common) > 1:  # all are lists with two readings; a list of dicts or of lists has one element for each sample
+    if len(common) > 1:  # all are lists with two readings; lists of dicts or of lists have one element for each sample
         elements = [element for part, _ in votes for element in part]
         per_sample = any(isinstance(element, Mapping) or _is_list_of_constants(element) for element in elements)
         return len(votes[0][0]) if per_sample else min(_inside(votes[0][0]))
     if any(counts == common or _inside(part) == common for part, counts in votes):
         return min(common, default=None)
-    return None  # lists of equal length that hold tensors of different ones: batches of several loaders, it seems
+    return None  # lists of equal length that hold tensors of other lengths: probably batches of several loaders
 
 
 def _readings(part: Any) -> set[int]:
-    """Return the numbers of samples that ``part`` may have; none if its kind is not known."""
+    """Return the numbers of samples that ``part`` may have; empty if its kind is unknown."""
     if _is_array(part):
         return {part.shape[0]}
     if isinstance(part, PackedSequence):
@@ -322,7 +322,7 @@ def _readings(part: Any) -> set[int]:
 
 
 def _inside(container: Any) -> set[int]:
-    """Return the lengths of the parts within ``container``; 1 only if there is no other."""
+    """Return the numbers of samples that the parts within ``container`` may have; 1 only if there is no other."""
     found: set[int] = set()
     for _, child in _children(container, opens_lists=True):
         if _is_container(child):
@@ -333,7 +333,7 @@ def _inside(container: Any) -> set[int]:
 
 
 def _is_list_of_samples(batch: Any) -> bool:
-    """Return whether ``batch`` is an uncollated list from the dataset: containers that are not batches themselves."""
+    """Return whether ``batch`` is an uncollated list of samples: containers that are no batches themselves."""
     if not isinstance(batch, list | tuple) or not all(map(_is_container, batch)):
         return False
     return _are_alike(batch) and any(len(_inside(element)) > 1 for element in batch)
@@ -350,7 +350,7 @@ def _are_alike(elements: list[Any] | tuple[Any, ...]) -> bool:
 
 def _sliced(part: Any, count: int, samples: slice) -> Any:
     if isinstance(part, Tensor) and not part.requires_grad and (_is_array(part) or part.ndim == 0):
-        # .data: views have one version counter, so a step that changes its part in place would spoil the others' graphs
+        # .data: views share a version counter, so a step that changes its part in place would break the others' graphs
         return part[samples].data if part.ndim and part.shape[0] == count else part.clone()
     if _is_constant(part):
         return part
@@ -389,7 +389,7 @@ def _children(value: Any, opens_lists: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any], opens_lists: bool) -> Any:
-    """Return ``value`` with its parts changed, opened as by :func:`_parts`."""
+    """Return ``value`` with each of the parts that :func:`_parts` yields changed."""
     if not _is_container(value) or (isinstance(value, list | tuple) and not _is_named(value) and not opens_lists):
         return change(value)
     changed = [_rebuilt(child, change, opens_lists=False) for _, child in _children(value, opens_lists)]

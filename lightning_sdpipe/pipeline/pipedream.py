@@ -1,27 +1,27 @@
 """The asynchronous 1F1B of PipeDream: no flush between mini-batches (SDPipe §3.1, Algorithm 1, step A).
 
-Stages are counted from 0 here, and d = M − 1 − j is how far stage j runs ahead of its backwards.
+Stages are counted from 0 here, and stage j runs d = M − 1 − j mini-batches ahead of its backwards.
 
-Order. At turn k, stage j runs the forward of mini-batch k, and then, if k ≥ d, the backward of k − d. If the optimizer
-steps at this turn, it applies a gradient that is complete, if there is one. The first d turns of an epoch only fill the
+Order. At turn k, stage j runs the forward of mini-batch k and then, if k ≥ d, the backward of k − d. If the optimizer
+steps at this turn, it applies a complete gradient, if there is one. The first d turns of an epoch only fill the
 pipeline. At the end of the epoch the pipeline drains: the remaining backwards and updates follow, so every mini-batch
 is trained on exactly once.
 
-Stash. The forward of k runs on a copy of the weights as they are then, and so does its backward (weight stashing). At
-most d + 1 = M − j mini-batches are in flight on stage j, each with its copy; the last stage needs none.
+Stash. The forward of k runs on a copy of the weights at that time, and so does its backward (weight stashing). At most
+d + 1 = M − j mini-batches are in flight on stage j, each with its copy; the last stage needs none.
 
-Staleness. The gradient of mini-batch k is computed with weights that have seen the mini-batches up to k − d − 1, and
-is applied to the newest weights, which have seen those up to k − 1: it is d steps late.
+Staleness. The gradient of mini-batch k is computed with weights that have seen the mini-batches up to k − d − 1, and is
+applied to the newest weights, which have seen those up to k − 1: it is d steps late.
 
-Shared weights. All owners apply the sum of their gradients of mini-batch k at the same turn, that of their first stage:
-all copies stay equal, and a shared weight is as late as a weight of its first owner (``late_sums``).
+Shared weights. All owners apply the sum of their gradients of mini-batch k at the same turn, their first stage's. So
+all copies stay equal, and a shared weight is as late as any weight of its first owner (``late_sums``).
 
 Accumulation over A mini-batches. Every update is of the same A mini-batches on all stages, and is applied at the first
-step of the optimizer at which they are complete: ⌈d / A⌉ updates late (``windows``). With A ≥ M − 1 that is one, as in
-PipeDream-2BW (Narayanan et al., ICML 2021).
+optimizer step at which they are complete: ⌈d / A⌉ updates late (``accumulation_windows``). With A ≥ M − 1 that is one,
+as in PipeDream-2BW (Narayanan et al., ICML 2021).
 
 Clipping by norm takes the norm over all stages that is known at that turn, and the loss scale of 16-bit mixed precision
-is the last stage's (``notes``). A stage that overflows skips its own update of these mini-batches.
+is the last stage's (``stage_metadata``). A stage that overflows skips its own update of these mini-batches.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _SHARE = share_before(1)
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A mini-batch whose backward is still to come."""
+    """A mini-batch whose backward is yet to come."""
 
     iteration: int
-    inputs: Sequence[Tensor]  # what was received and needs a gradient
-    outputs: Sequence[Tensor]  # what was sent and gets one; on the last stage the loss
-    weights: Sequence[Tensor]  # the leaves that the forward ran on, in the order of the parameters
-    loss_scale: float  # known on the last stage only
+    inputs: Sequence[Tensor]  # the received tensors that need a gradient
+    outputs: Sequence[Tensor]  # the sent tensors that get a gradient; on the last stage the loss
+    weights: Sequence[Tensor]  # the leaves on which the forward ran, in the order of the parameters
+    loss_scale: float  # known only on the last stage
     window: Window
     closes: bool  # whether it is the window's last mini-batch
 
@@ -71,7 +71,7 @@ class Applied:
     """Parameters whose gradients belong to the same mini-batches."""
 
     parameters: Sequence[nn.Parameter]
-    loss_scale: float  # the largest with which they were computed; divided out again
+    loss_scale: float  # the largest with which they were computed; already divided out
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class PipeDreamPipeline:
     Args:
         runner: runs this stage's part of a step.
         parameters: this stage's trained parameters. The sequence may change when nothing is in flight.
-        shared: those that other stages hold too.
-        delays: makes this worker slow, if it was asked to.
+        shared: the parameters that other stages hold, too.
+        delays: slows this worker down, if asked to.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PipeDreamPipeline:
     ) -> None:
         self.notes = StageNotes(runner.link)
         self.applied: list[Applied] = []
-        """Parameters that make up the newest update."""
+        """The parameters of the newest update, by mini-batches."""
         self._runner = runner
         self._parameters = parameters
         self._shared = shared
@@ -106,10 +106,10 @@ class PipeDreamPipeline:
         self._depth = last - runner.link.stage
         self._own = Lane(self._depth)
         self._sums = [(Lane(last - total.first_stage), total) for total in shared.late_sums(parameters)]
-        self._clipped: list[LateSum] = []  # sums of the newest update that are clipped
+        self._clipped: list[LateSum] = []  # sums in the newest update that may be clipped
         self._norms_known = False  # whether the norms of the newest update are known
         self.late_only = False
-        """Whether the newest update is of shared weights only; their first owner makes no such update."""
+        """Whether the newest update has only shared weights; their first owner makes no such update."""
         self._turn = 0
         self._open: Window | None = None
         self._in_flight: deque[_InFlight] = deque()
@@ -125,7 +125,7 @@ class PipeDreamPipeline:
 
     @property
     def filling(self) -> bool:
-        """True if the next :meth:`train` leaves nothing to apply, so that no optimizer step may follow it."""
+        """True if the next :meth:`train` gives nothing to apply, so that no optimizer step may follow it."""
         return not any(lane.would_be_due(self._turn) for lane in self._lanes)
 
     @property
@@ -147,10 +147,10 @@ class PipeDreamPipeline:
         accumulated: bool = False,
         ready: ReadySignal | None = None,
     ) -> Tensor:
-        """Run the forward of a mini-batch and the backward of another one that is due.
+        """Run the forward of a mini-batch and the backward of an earlier one that is due.
 
         While the pipeline fills, none is due: ``exchange`` is not used, ``ready`` is not told, and ``backward`` of the
-        returned loss puts no gradients in place. The loss is nan on all stages but the last. See
+        returned loss puts no gradients in place. The loss is nan on all stages except the last. See
         :meth:`~lightning_sdpipe.pipeline.flush.FlushPipeline.train` for the rest.
 
         Raises:
@@ -171,8 +171,8 @@ class PipeDreamPipeline:
         return self._update(loss, due, exchange, ready) if due else loss_with_gradients(loss, [], [])
 
     def drain(self, exchange: GradientExchange | None = None, ready: ReadySignal | None = None) -> Tensor:
-        """Run the backwards that the oldest update needs; return a zero whose ``backward`` puts its gradients in
-        place."""
+        """Run the backwards that the oldest update needs; return a zero whose ``backward`` puts the update's gradients
+        in place."""
         self._after_update()
         ready = ready or ReadySignal()
         due = [lane for lane in self._lanes if lane.waiting]
@@ -185,7 +185,7 @@ class PipeDreamPipeline:
         return self._update(torch.zeros((), device=self._runner.link.device), due, exchange, ready)
 
     def finish(self) -> None:
-        """Run the backwards of mini-batches whose update has not come yet; called after the last :meth:`drain`."""
+        """Run the backwards of an unfinished update's mini-batches; called after the last :meth:`drain`."""
         self._after_update()
         while self._in_flight:
             self._backward(False, None, ReadySignal())
@@ -207,15 +207,14 @@ class PipeDreamPipeline:
         self._runner.link.settle()
 
     def norms(self, own_square: float) -> list[Norm]:
-        """Return which parameters of an update are clipped by which norm over all stages. All copies of a shared
+        """Return the norms over all stages by which to clip an update, with their parameters. All copies of a shared
         weight are clipped by the norm that their first owner knows.
 
         Args:
-            own_square: the squared norm of this stage's gradients, without those that an earlier stage holds too.
+            own_square: the squared norm of this stage's gradients, without those that an earlier stage holds, too.
 
         Raises:
-            ConfigurationError: the norms of this update were asked for before; stages tell each other one norm for an
-                update.
+            ConfigurationError: this update was clipped before; stages tell each other one norm for an update.
             WorkerFailedError: another stage is gone.
         """
         if self._norms_known:
@@ -294,8 +293,8 @@ class PipeDreamPipeline:
         return loss
 
     def _backward(self, before_update: bool, exchange: GradientExchange | None, ready: ReadySignal) -> None:
-        """Run the oldest backward. Right before an update, ``ready`` is told within it, unless the update waits for
-        other owners; and ``exchange`` is told within it of each gradient, if the update has no others."""
+        """Run the oldest backward. Right before an update, it tells ``ready``, unless the update waits for other
+        owners, and tells ``exchange`` each gradient, if the update consists of this mini-batch alone."""
         runner, oldest = self._runner, self._in_flight.popleft()
         outputs, gradients, scale = oldest.outputs, None, oldest.loss_scale
         self.notes.pay()
@@ -319,7 +318,7 @@ class PipeDreamPipeline:
                 if number in exchange.early and id(p) not in late
             ]
         results: Sequence[Tensor | None] = [None] * len(leaves)
-        if leaves and outputs:  # else this stage, or it and all earlier ones, is frozen
+        if leaves and outputs:  # else nothing here needs a gradient
             with labelled("backward"), ready.computing(self._delays):
                 results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         for hook in hooks:
@@ -370,7 +369,7 @@ class PipeDreamPipeline:
 
 
 class _Steps(nn.Module):
-    """Makes ``functional_call`` run any function with the module's parameters replaced."""
+    """Lets ``functional_call`` run any function with the module's parameters replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters that live on several stages of a pipeline: tied weights, and those outside of every block."""
+"""Parameters that several stages of a pipeline hold: tied weights, and parameters outside all blocks."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class _Copies:
 
 
 class SharedParameters:
-    """Keeps all copies of a shared parameter in step: they start equal, and get the sum of their gradients.
+    """Keeps all copies of a shared parameter equal: they start equal, and get the sum of their gradients.
 
     Every rank must construct it, since it opens process groups for the pipelines in turn.
 
     Args:
         module: the whole model.
-        ownerships: what each worker of a pipeline holds, for each pipeline of this world.
+        ownerships: for each pipeline of this world, what each worker holds.
         by_stage: what each stage holds; a worker may have several stages.
-        groups: this worker's place.
-        timeout: of the process groups.
+        groups: the process groups, and this worker's place in the mesh.
+        timeout: limit of the process groups' operations.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SharedParameters:
         self._stage = stage
         self._summed = by_stage.shared_parameters(module)
         self.exist = bool(self._summed)
-        """False if no parameter is on several stages."""
+        """Whether any parameter is on several stages."""
         self._copies: list[_Copies] = []
         for row, ownership in zip(mesh.ranks, ownerships, strict=True):
             shared = ownership.shared_parameters(module)
@@ -80,7 +80,7 @@ class SharedParameters:
         return bool(self._copies) and any(p.requires_grad for p in self.parameters)
 
     def refuse_hooks(self) -> None:
-        """Raise ConfigurationError if the user's hooks would see the parts of a gradient that stages add up."""
+        """Raise ConfigurationError if a user's hook would see one stage's part of a gradient in place of the sum."""
         for stages, name in self._summed:
             parameter = self._module.get_parameter(name)
             if parameter.requires_grad and hooked([parameter]):
@@ -99,8 +99,8 @@ class SharedParameters:
                     dist.broadcast(parameter.data, copies.ranks[0], group=copies.group)
 
     def make_buffers_equal(self, device: torch.device) -> None:
-        """Give every copy of a buffer, on ``device``, the shape and the value of the last stage that holds it. All
-        stages must call it."""
+        """Give every copy of a buffer, on ``device``, the shape and the value that it has on the last stage that holds
+        it. All stages must call this."""
         ranks = self._groups.mesh.pipeline_ranks(self._groups.mesh.locate(self._groups.rank)[1])
         for name, now in buffers_now(self._module, self._ownership, self._groups).items():
             owners = self._ownership.owners(name)
@@ -117,19 +117,19 @@ class SharedParameters:
                     dist.broadcast(value, ranks[owners[-1]], group=self._groups.pipeline)
 
     def copies(self) -> list[tuple[dist.ProcessGroup, int, list[nn.Parameter]]]:
-        """Return, for each set of owners that this stage is among, their group, the rank of the first, and what they
-        share."""
+        """Return, for each set of owners that includes this stage, their group, the first one's rank, and the shared
+        parameters."""
         return [(copies.group, copies.ranks[0], self._of(copies)) for copies in self._copies]
 
     def hand_on(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
-        """Give every copy the gradient that the first stage which holds it has in ``gradients``."""
+        """Give every copy the gradient that its first owner has in ``gradients``."""
         for copies in self._copies:
             trained = [p for p in self._of(copies) if p.requires_grad]
             for parameters in by_type(trained):
                 _hand_on(parameters, gradients, copies)
 
     def sum_gradients(self) -> None:
-        """Give every copy the sum of the gradients of all; a parameter that no owner used has none, as in one
+        """Give every copy the sum of all copies' gradients; a parameter that no owner used has none, as in one
         process."""
         for copies in self._copies:
             trained = [p for p in self._of(copies) if p.requires_grad]
@@ -147,7 +147,7 @@ class SharedParameters:
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of parameters of one type. The number of owners that have each gradient travels with them."""
+    """Sum the gradients of parameters of one type, and count the owners that have each gradient."""
     gradients = [p.grad for p in parameters]
     flat = joined(parameters, gradients, parameters[0].device)
     with waiting_for(group, "summing the gradients of shared parameters"):

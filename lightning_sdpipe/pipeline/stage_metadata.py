@@ -1,16 +1,17 @@
-"""Metadata that the stages of a pipeline without a flush exchange about updates, beside activations and gradients.
+"""Metadata about updates that the stages of a pipeline without a flush exchange beside activations and gradients.
 
-Stages update at different times, so a stage cannot know an update of all stages completely when it makes its own. What
-it knows travels with messages that are waited for anyway, so it costs no wait.
+Stages update at different times, so a stage cannot know all stages' updates when it makes its own. What it knows
+travels with messages that are waited for anyway, so this costs no wait.
 
-Squared norms, for clipping. The sum over this stage and all before it goes with the activations. The sum over this
+Squared norms, for clipping. The sum over this stage and all before it goes with the activations, and the sum over this
 stage and all after it goes with a gradient. Each is of the stages' newest updates. So when stage j applies the gradient
-of mini-batch v at turn v + M − 1 − j, it knows the norm of the very same mini-batch for the stages after it, and for a
-stage i before it that of mini-batch v − (j − i) − 1, its newest update before that turn. Before a stage's first update
-since the last sync point, its norm counts as 0: then a stage clips by less than the whole, never by less than its own.
+of mini-batch v at turn v + M − 1 − j, it knows the norm of the same mini-batch for the stages after it, and for a stage
+i before it the norm of mini-batch v − (j − i) − 1, that stage's newest update before this turn. Before a stage's first
+update since the last sync point its norm counts as 0: a stage may clip by less than the whole norm, but never by less
+than its own.
 
-The loss scale, which is the last stage's. It goes up with each gradient, for the stages to divide by. When gradients of
-a stage have overflowed, the scale that they were computed with goes down with the next activations.
+The loss scale is the last stage's. It goes up with each gradient, for the stages to divide by. When a stage's gradients
+have overflowed, the scale with which they were computed goes down with the next activations.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class StageNotes:
 
     def __init__(self, link: StageLink) -> None:
         self._link = link
-        self.norms = False  # whether squared norms travel; equal on all stages, as is the next field
-        self.scales = False
+        self.norms = False  # whether squared norms travel; the same on all stages
+        self.scales = False  # whether loss scales travel; the same on all stages
         self._own = self._earlier = self._later = 0.0
         self._expected: p2p.Transfer | None = None  # the squared norms of later stages
         self._owes = False  # whether the previous stage waits for the squared norms of this stage and later ones
@@ -63,31 +64,32 @@ class StageNotes:
         return float(self._receive(1, self._link.stage + 1, Tag.SCALE).wait()[0]) if self.scales else 1.0
 
     def gradient_received(self) -> None:
-        """Note a gradient from the next stage, which is about to send its squared norm."""
+        """Note that a gradient has come from the next stage, which will then send its squared norm."""
         if self.norms:
             self._hear()
             self._expected = self._receive(1, self._link.stage + 1, Tag.NORM)
 
     def gradient_sent(self) -> None:
-        """Note a gradient to the previous stage, which will want the squared norm; after an update, if one follows."""
+        """Note that a gradient went to the previous stage, which then expects the squared norm, including that of an
+        update that follows."""
         self._owes = self.norms
 
     def squared_norm(self, own: float) -> float:
-        """Return the squared norm over all stages, as far as known, when this stage's newest update has ``own``."""
+        """Return the squared norm over all stages, as far as known; ``own`` is this stage's, of its newest update."""
         self._own = own
         self.pay()
         self._hear()
         return self._own + self._earlier + self._later
 
     def pay(self) -> None:
-        """Send the previous stage the squared norm that it waits for, if it does."""
+        """Send the previous stage the squared norm, if it expects one."""
         if self._owes:
             self._owes = False
             self._hear()
             self._send([self._own + self._later], self._link.stage - 1, Tag.NORM)
 
     def report_overflow(self, scale: float) -> None:
-        """Report that gradients that were computed with this loss scale are not finite."""
+        """Report that gradients computed with this loss scale are not finite."""
         self._overflowed = min(self._overflowed, scale)
 
     def take_overflow(self) -> float:
@@ -96,7 +98,7 @@ class StageNotes:
         return scale
 
     def forget(self) -> None:
-        """Wait until all metadata is sent and received, since the pipeline is empty, and reset the norms."""
+        """Wait until all metadata is sent and received, when the pipeline is empty, and reset the norms."""
         self.pay()
         self._hear()
         self._own = self._earlier = self._later = 0.0
@@ -111,7 +113,7 @@ class StageNotes:
         tensor = torch.tensor(values, dtype=torch.float64)
         link = self._link
         self._sent.append(p2p.send([tensor], link.ranks[stage], link.group, tag, link.name(stage)))
-        self._settle(4 * len(link.ranks))  # a stage is at most so far ahead of its neighbours
+        self._settle(4 * len(link.ranks))  # a stage cannot be further ahead of its neighbours
 
     def _receive(self, count: int, stage: int, tag: int) -> p2p.Transfer:
         link = self._link

@@ -1,6 +1,6 @@
-"""Execution of one stage's part of the user's steps on one batch, forward only or as a part of training.
+"""Runs one stage's part of the user's steps on a batch, for training or evaluation.
 
-Within a cut step, the values that ``self.log`` gets for the micro-batches of one mini-batch become one value.
+The values that ``self.log`` gets for the micro-batches of a mini-batch become one value.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Log = Callable[..., None]
 class StepLog:
     """Collects what each micro-batch logs and logs it once: means weighted as the losses are, or the sum, minimum or
     maximum that ``reduce_fx`` asks for. A torchmetrics object accumulates by itself and is logged as it is, with the
-    mean over the micro-batches as its value of the step. A name that a step logs several times is logged as often:
-    first values are combined with first ones."""
+    mean over the micro-batches as the step's value. If a step logs a name several times, so does this: the first values
+    are combined, then the second ones, and so on."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, int], list[tuple[Any, float]]] = {}
@@ -48,8 +48,8 @@ class StepLog:
         self._of_metrics: dict[tuple[str, int], list[tuple[Any, float]]] = {}
 
     def record(self, weight: float) -> Log:
-        """Return a replacement for ``LightningModule.log`` while a micro-batch of this weight runs. A ``batch_size``
-        that the user gives takes the place of the weight."""
+        """Return a replacement for ``LightningModule.log`` while a micro-batch of this weight runs. The user's
+        ``batch_size`` takes precedence over the weight."""
         calls: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
@@ -69,8 +69,8 @@ class StepLog:
         return log
 
     def replay(self, log: Log) -> None:
-        """Call ``log`` as often as a micro-batch has. Values are reduced over the pipelines when the epoch ends, and
-        never in a step."""
+        """Call ``log`` once for each call that a micro-batch made. Values are reduced over the pipelines when the epoch
+        ends, never in a step."""
         for key, entries in self._values.items():
             options = {**self._options[key], "sync_dist": True}
             value = _combine(entries, options.get("reduce_fx", "mean"))
@@ -93,9 +93,8 @@ def _combine(entries: list[tuple[Any, float]], reduce_fx: Any) -> Any:
 
 
 def _as_logged(value: Tensor | float) -> Tensor:
-    """Convert a value to the type in which Lightning accumulates it. The type must not depend on the number of
-    micro-batches, which differs between ranks where batches are divided by speed: ranks reduce what they have logged.
-    """
+    """Convert a value to the type in which Lightning accumulates it. Ranks reduce what they have logged, so the type
+    must not depend on the number of micro-batches, which differs between ranks if batches are divided by speed."""
     if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
         return value
     return torch.as_tensor(value, dtype=type_of_logged_values())
@@ -108,14 +107,14 @@ class Step:
     name: str  # "training_step", "validation_step", "test_step" or "predict_step"
     arguments: tuple[Any, ...]
     context: StepContext  # the precision plugin's
-    stream: tuple[int, ...] = ()  # the seed of its random numbers, together with the micro-batch
-    loss_scale: Tensor | None = None  # of training in 16-bit mixed precision
-    share: float = 1.0  # of the mini-batch in its update, by which its loss is multiplied before the backward
+    stream: tuple[int, ...] = ()  # with the micro-batch's number, the key of its random stream
+    loss_scale: Tensor | None = None  # the loss scale of 16-bit mixed precision
+    share: float = 1.0  # the mini-batch's share of its update; its loss is multiplied by this before the backward
     closes: bool = True  # whether the optimizer steps after it
-    generation: int = 0  # of the choice of layers that train, which decides what needs a gradient
+    generation: int = 0  # the number of the present choice of trained layers, which decides what needs a gradient
     portion: Portion | None = None  # if the batch is a portion of the batch that all pipelines train together
-    optimizers: Sequence[Optimizer] = ()  # those that train with it
-    returns: Callable[[Any, float], None] | None = None  # on one stage: takes what is no tensor, for what part
+    optimizers: Sequence[Optimizer] = ()  # the optimizers that step with it
+    returns: Callable[[Any, float], None] | None = None  # with a single stage: takes results that are no tensors
 
     def key(self, micro_batch: MicroBatch) -> Hashable:
         """Return the key that identifies, on both ends, the shapes of the messages that this step sends for a
@@ -147,8 +146,8 @@ class StageRunner:
         """Run micro-batch ``number`` of a mini-batch. ``log`` collects what it logs; None if it is the only one.
 
         Returns:
-            The message to send on; on the last stage the loss, weighted by the micro-batch's share of the samples and
-            scaled.
+            The message to send on or, on the last stage, the loss, multiplied by the micro-batch's weight, the step's
+            share and the loss scale.
         """
         through = _synchronised(self.module.log) if log is None else log.record(micro_batch.weight)
         with logging_to(self.module, through), labelled("forward", number):
@@ -197,13 +196,13 @@ class StageRunner:
 
 
 class CollectiveGuard:
-    """Tracks which of the user's methods runs: no collective call is allowed in one that other stages do not run, or
-    not to its end, since the other ranks would be waited for in vain, or be met at another call. As a context, which
-    :meth:`running` returns, it ends what runs.
+    """Tracks which of the user's methods runs. A method that other stages do not run, or do not run to its end, may
+    make no collective call: it would wait for the other ranks in vain, or meet them at another call. The context that
+    :meth:`running` returns ends the method.
 
     Args:
-        num_stages: M. A stage that is the only one runs everything.
-        metrics: of the user's module.
+        num_stages: M. A single stage runs everything.
+        metrics: returns the metrics of the user's module.
     """
 
     def __init__(self, num_stages: int, metrics: Callable[[], Sequence[Metric]] = tuple) -> None:
@@ -212,7 +211,7 @@ class CollectiveGuard:
         self._now = ""
         self.rehearsing = False
         self.communicates = False
-        """True if a step that was rehearsed here communicates with the other pipelines."""
+        """Whether a step that was rehearsed here communicates with other pipelines."""
 
     @property
     def in_step(self) -> bool:
@@ -220,19 +219,19 @@ class CollectiveGuard:
         return self._now.endswith("_step")
 
     def running(self, name: str) -> Self:
-        """Note that a step, or a hook that runs on last stages only, runs in the block of this ``with``."""
+        """Note that a step, or a hook that runs on last stages only, runs within this context."""
         self._now = name
         return self
 
     def __enter__(self) -> None:
-        """Enter the block of what runs."""
+        """Do nothing: :meth:`running` has noted the method."""
 
     def __exit__(self, *_: object) -> None:
         self._now = ""
 
     @contextmanager
     def rehearsal(self, name: str) -> Iterator[None]:
-        """Note that one process tries a step in the block, before training, while others wait for what it finds out."""
+        """Note that one process rehearses a step within the context, while the others wait for the result."""
         self.rehearsing = True
         before = [(metric, metric.distributed_available_fn) for metric in self._metrics()]
         for metric, _ in before:
@@ -246,17 +245,17 @@ class CollectiveGuard:
                 metric.distributed_available_fn = available
 
     def _has_no_replicas(self) -> bool:
-        """Answer a metric that would be gathered from all pipelines."""
+        """Answer a metric that asks whether to gather its state from all pipelines, and note the question."""
         self.communicates = True
         return False
 
     @property
     def ends_evaluation(self) -> bool:
-        """True while a hook for the end of an evaluation runs on last stages only."""
+        """True while a hook for the end of an epoch runs on last stages only."""
         return self._now.endswith("_epoch_end")
 
     def check(self, what: str) -> None:
-        """Raise ConfigurationError if ``what``, which all ranks must call, is called where some do not come."""
+        """Raise ConfigurationError if ``what``, which all ranks must call, is called where some ranks do not."""
         if not self._now or self._num_stages == 1:
             return
         stage = self._now.removeprefix("on_").partition("_")[0]
@@ -269,10 +268,10 @@ class CollectiveGuard:
 
     @contextmanager
     def result_hook(self, name: str, parameters: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
-        """Guard a hook, in the block, that runs on last stages only.
+        """Guard a hook, within the context, that runs on last stages only.
 
         Raises:
-            ConfigurationError: the hook was the end of an epoch, and changed ``parameters``.
+            ConfigurationError: the hook is for the end of an epoch, and changed ``parameters``.
         """
         looks = self._num_stages > 1 and name.endswith("_epoch_end")
         before = _sums(parameters()) if looks else []
@@ -286,7 +285,7 @@ class CollectiveGuard:
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[str]:
-    return [str(tensor.sum(dtype=torch.float64).item()) for tensor in tensors]  # as text, for nan is no other nan
+    return [str(tensor.sum(dtype=torch.float64).item()) for tensor in tensors]  # as text, since nan != nan
 
 
 def begin_batch(
@@ -295,10 +294,10 @@ def begin_batch(
     """Begin a mini-batch on the stages of ``runners``; their neighbours must have been given the same one.
 
     Args:
-        runners: those of one worker.
+        runners: the runners of one worker.
         batch: the mini-batch.
         parts: its micro-batches.
-        optimizers: those that train with it, whose options must be the same on all stages.
+        optimizers: the optimizers that step with it, whose options must be the same on all stages.
     """
     if len(runners[0].link.ranks) > 1:
         splits = hasattr(runners[0].module, "split_batch")

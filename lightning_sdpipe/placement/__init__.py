@@ -1,2 +1,2 @@
-"""Placement: which device runs which stage of which pipeline (DT-FM, NeurIPS 2022, and beyond it). Needs no torch,
-except to measure."""
+"""Placement: which device runs which stage of which pipeline (after DT-FM, NeurIPS 2022). Needs torch only to
+measure."""

@@ -1,4 +1,4 @@
-"""The best arrangement of given groups: their order as stages, and the device that follows each device."""
+"""Finds the best arrangement of given groups: their order as stages, and the device that follows each device."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ Stages: TypeAlias = list[list[int]]
 """A placement: ``stages[j][i]`` is the device that runs stage j of pipeline i."""
 
 PACES = 8
-"""How often the largest period is lowered."""
+"""Most arrangements that are tried, each with a lower largest period."""
 
 
 def arrange(
     groups: Sequence[Sequence[int]], steps: Sequence[Matrix], periods: Sequence[Matrix], even: bool
 ) -> Iterator[Stages]:
-    """Yield ever better arrangements of the groups of a placement. They keep their members; where stages are not all
-    alike, they keep their places too.
+    """Yield better and better arrangements of the groups of a placement. Groups keep their members and, unless all
+    stages are alike, their places.
 
-    Without periods (``"dtfm"``) and with even stages the outcome is DT-FM's equations 3 and 4, exactly, up to
-    :data:`~lightning_sdpipe.placement.matching.EXACT_PATH` stages. With periods, the largest is then lowered as long as
-    that pays.
+    Without periods (``"dtfm"``) and with even stages, the result is the exact optimum of DT-FM's equations 3 and 4, up
+    to :data:`~lightning_sdpipe.placement.matching.EXACT_PATH` stages. With periods, the largest is then lowered as long
+    as that pays.
 
     Args:
-        groups: the groups of M stages.
-        steps: seconds of each link at each of the M − 1 cuts that are taken in turn, n × n and symmetric; infinite
-            where there is no link.
-        periods: likewise, seconds of which the largest counts.
+        groups: the devices of each of M stages.
+        steps: for each of the M − 1 cuts, the seconds of each link that add up along a pipeline: n × n and symmetric;
+            infinite where there is no link.
+        periods: likewise, the seconds of which only the largest counts.
         even: whether all stages are alike, so that they may change places.
     """
-    # the slowest of all cuts counts for its period, but which is unknown, so all periods are lowered at first
+    # only the slowest cut's period counts, but which cut that will be is unknown, so at first all periods are added
     costs = [_sum(step, period) for step, period in zip(steps, periods, strict=True)]
     found = _linked(groups, costs, periods, even, math.inf)
     least = math.inf
@@ -56,7 +56,7 @@ def arrange(
 def _linked(
     groups: Sequence[Sequence[int]], costs: Sequence[Matrix], periods: Sequence[Matrix], even: bool, limit: float
 ) -> Stages | None:
-    """Return the arrangement with the least sum over cuts of the largest cost, among links of a period up to
+    """Return the arrangement that minimises the sum over cuts of the largest cost, using only links with a period up to
     ``limit``; None if there is none."""
     size, order = len(groups), list(range(len(groups)))
     if even and size > 1:
@@ -79,7 +79,7 @@ def _linked(
 
 
 def _links(stages: Stages, matrices: Sequence[Matrix]) -> list[list[float]]:
-    """Return the entries of the links in use, by pipeline and by cut."""
+    """Return the matrices' entries for the links in use, by pipeline and by cut."""
     return [
         [matrix[a][b] for (a, b), matrix in zip(pairwise(row), matrices, strict=True)]
         for row in zip(*stages, strict=True)

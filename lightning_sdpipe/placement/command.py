@@ -1,6 +1,6 @@
 """``sdpipe place NETWORK``: searches for a placement, explains it, and writes it to a file.
 
-Without ``--stages`` the best rectangle is compared with pipelines of unlike depths and cuts.
+Without ``--stages``, it compares the best rectangle with pipelines of different depths and cuts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_sdpipe.placement.search import MOVES
 from lightning_sdpipe.topology.placement_file import write_placement
 
 GAIN = 1.03
-"""Least gain over the best rectangle for which unlike depths are proposed; the same holds for leaving devices out."""
+"""Least ratio of rates at which different depths are proposed over the best rectangle, or devices are left out."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the report, and write what is asked for."""
+    """Print the report, and write the files that are asked for."""
     options = _parser().parse_args(arguments)
     _check(options)
     network = read_network(options.network)
@@ -99,7 +99,8 @@ def _placed(network: Network, options: argparse.Namespace) -> tuple[PlacementRes
 
 
 def _as_simple(placed: PlacementResult, best: PlacementResult) -> bool:
-    """Return whether ``placed`` is faster, and as simple as ``best``: of one cut, and without devices left out."""
+    """Return whether ``placed`` is faster than ``best`` and as simple: it leaves no devices out, and both or neither
+    have one cut for all pipelines."""
     return placed.rate > best.rate and placed.layout.alike == best.layout.alike and not placed.left_out
 
 
@@ -133,7 +134,7 @@ def _stages(options: argparse.Namespace, stages: int) -> tuple[Block, ...] | Non
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options whose errors would only be noticed after the search, or not at all."""
+    """Refuse wrong options that would show only after the search, or not at all."""
     check_number("--for", options.seconds, "seconds above 0", above=0)
     check_integer("--moves", options.moves, 0, "moves")
     check_integer("--micro-batches", options.micro_batches, 1, "of a mini-batch", optional=True)

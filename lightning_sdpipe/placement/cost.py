@@ -1,16 +1,16 @@
 """Cost of a placement: seconds of communication for one mini-batch of every pipeline.
 
-The cost has two parts. *Data*: the replicas of a stage average their parameters, each managing 1/N of them for the
-others (DT-FM §3.2, equation 2): ``max_d Σ_d' 2 (α + c_dp / (N β))``, and the slowest stage counts. *Pipeline*: three
-models differ in how cuts add up (c is of a whole mini-batch, of m micro-batches):
+The cost has two parts. *Data*: the replicas of a stage average their parameters, each reducing 1/N of them for the
+others (DT-FM §3.2, equation 2): ``max_d Σ_d' 2 (α + c_dp / (N β))``; the slowest stage counts. *Pipeline*: three models
+differ in how cuts add up (c bytes cross cut t in a mini-batch of m micro-batches):
 
-- ``"dtfm"`` (§3.3, equations 3 and 4): ``Σ_t 2 (α_t + c / β_t)``, as if no two cuts were ever busy at the same time,
-  and all pipelines passed each cut together: over a cut, the slowest of the N links counts;
-- ``"pipelined"``: ``Σ_t 2 (α_t + c / (m β_t)) + (m − 1) max_t 2 c / (m β_t)``: with a flush, a micro-batch crosses
-  all cuts in turn, and the others follow at the pace of the slowest; the slowest pipeline counts;
-- ``"pipedream"``: ``max_t 2 c / β_t``: without a flush only the pace counts.
+- ``"dtfm"`` (§3.3, equations 3 and 4): ``Σ_t 2 (α_t + c / β_t)``, as if no two cuts were busy at the same time and all
+  pipelines passed each cut together: at each cut, the slowest of the N links counts;
+- ``"pipelined"``: ``Σ_t 2 (α_t + c / (m β_t)) + (m − 1) max_t 2 c / (m β_t)``: with a flush, one micro-batch crosses
+  all cuts in turn, and the others follow at the pace of the slowest cut; the slowest pipeline counts;
+- ``"pipedream"``: ``max_t 2 c / β_t``: without a flush, only the pace counts.
 
-All three are sums over cuts of ``step``, plus the largest ``period``.
+Each is the sum over cuts of the ``step`` share, plus the largest ``period`` share.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CostModel = Literal["dtfm", "pipelined", "pipedream"]
 
 @dataclass(frozen=True)
 class Shares:
-    """How a mini-batch passes a pipeline: the ``step`` share of its bytes takes all cuts in turn, and the ``period``
-    share follows at the pace of the slowest; ``computing`` is the share of the computing that is done in turn. All
-    pipelines may pass each cut ``together``."""
+    """How a mini-batch passes a pipeline: the ``step`` share of its bytes crosses all cuts in turn, and the ``period``
+    share follows at the pace of the slowest; ``computing`` is the share of the computation that the stages do in turn.
+    If ``together``, all pipelines pass each cut at the same time."""
 
     step: float
     period: float

@@ -1,4 +1,4 @@
-"""Store of a job whose workers measure each other: it shares their addresses, and lets them meet at agreed points."""
+"""A store through which the workers of a job share values and wait for each other, to measure their links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOW_TO_START = (
 
 @dataclass(frozen=True)
 class JobStore:
-    """This process among the workers of its job, and a store that all of them reach.
+    """This process's place in its job, and a store that all workers reach.
 
     Args:
         store: a store of strings.
@@ -57,10 +57,10 @@ class JobStore:
         return cls(store, rank, size, local_rank, patience)
 
     def share(self, name: str, value: T, kind: type[T]) -> list[T]:
-        """Share ``value`` under this name; return the values of all ranks when all have shared.
+        """Share ``value`` under this name, wait until all ranks have done so, and return their values.
 
         Raises:
-            WorkerFailedError: a rank did not come in time, or gave up; the message names it.
+            WorkerFailedError: a rank did not share in time, or gave up; the message names it.
         """
         self._put(name, _Entry(msgspec.Raw(msgspec.json.encode(value))))
         self._await(name)
@@ -71,11 +71,11 @@ class JobStore:
         return [msgspec.json.decode(entry.value, type=kind) for entry in entries]
 
     def give_up(self, name: str, error: str) -> None:
-        """Tell all that share under this name why this rank cannot."""
+        """Tell the ranks that share under this name why this one cannot."""
         self._put(name, _Entry(msgspec.Raw(b"null"), error))
 
     def leave(self) -> None:
-        """Leave the job. Rank 0, whose process may hold the store, waits until no rank needs it any more."""
+        """Leave the job. Rank 0, whose process may hold the store, waits until all ranks have left."""
         self._put("left", _Entry(msgspec.Raw(b"null")))
         if self.rank == 0:
             self._await("left")
@@ -94,7 +94,7 @@ class JobStore:
     def _missing(self, name: str) -> Sequence[int]:
         try:
             return [rank for rank in range(self.size) if not self.store.check([f"{name}/{rank}"])]
-        except RuntimeError:  # the store itself is gone, with its rank
+        except RuntimeError:  # rank 0 is gone, and the store with it
             return [0]
 
 
@@ -106,7 +106,7 @@ class _Entry(msgspec.Struct):
 
 
 def _place() -> tuple[str, int, int, int, int]:
-    """Return the address and the port of the store, this process's rank, the number of ranks, and the local rank."""
+    """Return the address and port of the store, this process's rank, the number of ranks, and the local rank."""
     here = os.environ
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= here.keys():
         rank, size, local_rank = int(here["RANK"]), int(here["WORLD_SIZE"]), int(here.get("LOCAL_RANK", "0"))

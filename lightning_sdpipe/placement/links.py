@@ -1,4 +1,4 @@
-"""Links between all workers of a job: when each pair is measured, how, and the network that the links make."""
+"""Measures the links between all workers of a job: when and how each pair is measured, and the network they form."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from lightning_sdpipe.placement.report import shown_seconds
 Pair = tuple[int, int]
 
 SHARING = 0.8
-"""Share of their bandwidth above which links that are all busy do not share a network card."""
+"""Two hosts' links share a network card if, with all links busy, their share of their own bandwidth is below this."""
 
 MOST_DEVICES = 64
-"""Largest number of devices with which all pairs of every two hosts are measured."""
+"""Largest number of devices for which all pairs between two hosts are measured."""
 
 SAMPLE = 4
-"""Number of pairs of two hosts that are measured otherwise."""
+"""Number of pairs between two hosts that are measured if there are more devices."""
 
 PINGS, WARM_UP = 32, 4
 SMALLEST, LARGEST = 2**16, 2**27
-"""Bytes of the smaller of the two messages between which the slope is taken."""
+"""Least and largest bytes of the smaller of the two messages that give the slope."""
 
 LEAST_SECONDS = 0.05
-"""Least time of a message whose time is determined by its bytes."""
+"""From this time on, a message's bytes determine its time."""
 
 REPEATS = 4
-"""Number of repeats, of which the quickest counts: other load on a machine only slows messages down."""
+"""Number of repeats; the quickest counts, since other load can only slow a message down."""
 
 
 def circle(count: int) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs in which each participant meets each other once: one sits still, the others move
-    round the table.
+    """Return rounds of disjoint pairs in which each participant meets every other once (the circle method: one stays,
+    the others rotate).
 
     Args:
-        count: number of participants. If it is odd, one sits out in each round.
+        count: number of participants. If it is odd, one pauses in each round.
     """
     table: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     rounds = []
@@ -62,9 +62,9 @@ def circle(count: int) -> list[list[Pair]]:
 
 
 def schedule(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of pairs of ranks that are measured at the same time: no host takes part in two pairs of a round,
-    since these would share its network card. First ranks of the same host meet, then hosts by the circle method, each
-    pair of their ranks in a separate round.
+    """Return rounds of pairs of ranks that are measured at the same time. No host takes part in two pairs of a round,
+    since they would share its network card. First the ranks of each host meet, then hosts by the circle method, with
+    each pair of their ranks in a separate round.
 
     Args:
         hosts: the host of each rank.
@@ -96,8 +96,7 @@ def by_host(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[Pair]:
-    """Return the pairs of ranks of two hosts that are measured: all, or some that have as few ranks in common as
-    possible."""
+    """Return the pairs of ranks of two hosts that are measured: all, or a few that share as few ranks as possible."""
     pairs = [
         (min(a, b), max(a, b))
         for shift in range(len(other))
@@ -107,8 +106,8 @@ def sampled(one: Sequence[int], other: Sequence[int], num_devices: int) -> list[
 
 
 def together(hosts: Sequence[str], failed: Collection[Pair] = ()) -> list[list[Pair]]:
-    """Return rounds of the contended measurement: as many disjoint pairs of two hosts as possible, at the same time,
-    without those that have ``failed`` to connect."""
+    """Return the rounds of the contended measurement: at the same time, as many disjoint pairs of two hosts as
+    possible, except those that ``failed`` to connect."""
     members = by_host(hosts)
     rounds = []
     for meeting in circle(len(members)):
@@ -118,12 +117,12 @@ def together(hosts: Sequence[str], failed: Collection[Pair] = ()) -> list[list[P
 
 
 class Wire:
-    """A connection of this process to one other, over gloo.
+    """A gloo connection between this process and another.
 
     Args:
         store: a store that both processes reach.
         name: name of the pair, known to both.
-        leads: True on one of the two.
+        leads: True in one of the two processes.
         timeout: limit for making the connection, and for every transfer.
 
     Raises:
@@ -142,7 +141,7 @@ class Wire:
 
 
 def latency(wire: Wire, leads: bool, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds for 8 bytes in one direction: half the median of ping-pongs, on the side that leads; 0 on the
+    """Return the seconds for 8 bytes in one direction, half the median round trip, on the leading side; 0 on the
     other."""
     token = torch.zeros(1, dtype=torch.int64)
     trips = []
@@ -159,10 +158,10 @@ def latency(wire: Wire, leads: bool, clock: Callable[[], float] = time.perf_coun
 
 
 def bandwidth(wire: Wire, leads: bool, outward: bool, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return bytes per second, from the side that leads if ``outward``, else to it; 0 on the other side.
+    """Return, on the leading side, the bytes per second from it if ``outward``, else to it; 0 on the other side.
 
-    The size is doubled until a message takes :data:`LEAST_SECONDS`; then the slope between that size and twice that
-    size counts, so that neither latency nor the capacity of a buffer matters.
+    The size is doubled until a message takes :data:`LEAST_SECONDS`. The result is the slope between that size and twice
+    that size, which neither latency nor the capacity of a buffer distorts.
     """
     if not leads:
         _follow(wire, outward)
@@ -204,12 +203,13 @@ def _follow(wire: Wire, outward: bool) -> None:
 
 @lru_cache(maxsize=2)
 def _payload(size: int) -> Tensor:
-    """Return a tensor of ``size`` bytes, the same each time: fresh memory would first have to be mapped."""
+    """Return a tensor of ``size`` bytes, the same one each time, since fresh memory would first have to be mapped."""
     return torch.zeros(size, dtype=torch.uint8)
 
 
 class Link(msgspec.Struct, frozen=True):
-    """Result of the first of two ranks: bytes per second to the other, and from it; or why they could not connect."""
+    """A link as the first of its two ranks found it: latency in seconds and bytes per second to the other rank and from
+    it; or why they could not connect."""
 
     ranks: Pair
     latency: float = 0.0
@@ -223,8 +223,8 @@ def combine(devices: Sequence[Device], links: Sequence[Link], busy: Sequence[Lin
 
     Args:
         devices: by rank.
-        links: links of every pair, or of some pairs of any two hosts: then the others equal the median of these.
-        busy: links of pairs that were measured at the same time, with ``outward`` only.
+        links: links of every pair, or of some pairs of any two hosts, whose median the others get.
+        busy: links of pairs that were measured at the same time, in the ``outward`` direction only.
         model: the model with which the devices were measured.
     """
     count = len(devices)
@@ -268,7 +268,8 @@ def _by_hosts(devices: Sequence[Device], links: Sequence[Link]) -> dict[tuple[st
 
 
 def summary(network: Network, links: Sequence[Link], file: Path) -> str:
-    """Return a row for every two hosts, one for each host, and the hosts that could not connect."""
+    """Return a summary for the terminal: a row for every two hosts, one for each host, and the pairs that could not
+    connect."""
     devices = network.devices
     hosts = counted(len({device.host for device in devices}), "host")
     lines = [f"{file}: {counted(len(devices), 'device')} on {hosts}"]

@@ -1,7 +1,7 @@
-"""The best matching between two neighbouring stages, and the best order of stages.
+"""Finds the best matching between two neighbouring stages (DT-FM's equation 3, a bottleneck matching) and the best
+order of stages (equation 4, an open travelling salesman path).
 
-Both are exact up to :data:`EXACT_PATH` stages: DT-FM's equation 3 is a bottleneck matching, its equation 4 an open
-travelling salesman's path.
+The matching is exact; the order is exact up to :data:`EXACT_PATH` stages.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ EXACT_PATH = 12
 """Largest number of stages for which the shortest path is found by dynamic programming, in O(2^M M²) time."""
 
 LEAST_GAIN = 1e-12
-"""Largest gain that counts as rounding."""
+"""Smaller gains count as rounding errors."""
 
 
 def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
     """Find the perfect matching of rows and columns whose largest cost is smallest.
 
-    Edges are admitted by increasing cost; at each threshold the rows without a column look for augmenting paths.
+    Edges are admitted by increasing cost; at each threshold, unmatched rows look for augmenting paths.
 
     Args:
-        costs: n × n; infinite where two may not be matched.
+        costs: n × n; infinite where a row and a column may not be matched.
 
     Returns:
         The largest cost, and the column of each row. If there is no matching, the cost is infinite, and the columns are
@@ -53,9 +53,9 @@ def bottleneck(costs: Sequence[Sequence[float]]) -> tuple[float, list[int]]:
 
 
 def shortest_path(costs: Matrix) -> tuple[float, list[int]]:
-    """Find the order of all nodes with the smallest sum of costs between neighbours, and that sum.
+    """Find the smallest sum of costs between neighbours in an order of all nodes, and that order.
 
-    The result is exact up to :data:`EXACT_PATH` nodes; beyond that it is the path of nearest neighbours, improved by
+    The result is exact up to :data:`EXACT_PATH` nodes; beyond that it is a nearest-neighbour path, improved by
     reversing parts until nothing helps. Node numbers decide between equally good orders.
 
     Args:
@@ -64,7 +64,7 @@ def shortest_path(costs: Matrix) -> tuple[float, list[int]]:
     size = len(costs)
     if size <= EXACT_PATH:
         return _held_karp(costs)
-    starts = range(0, size, max(1, size * size // 64))  # fewer, as each takes longer
+    starts = range(0, size, max(1, size * size // 64))  # fewer for larger n, since each takes longer
     orders = [_improved(_nearest_neighbours(costs, start), costs) for start in starts]
     return min((_length(order, costs), order) for order in orders)
 
@@ -72,7 +72,7 @@ def shortest_path(costs: Matrix) -> tuple[float, list[int]]:
 def _held_karp(costs: Matrix) -> tuple[float, list[int]]:
     size = len(costs)
     everything = (1 << size) - 1
-    lengths = [[math.inf] * size for _ in range(1 << size)]  # of the shortest path over a set that ends with a node
+    lengths = [[math.inf] * size for _ in range(1 << size)]  # of the shortest path through a set of nodes to a last one
     before = [[-1] * size for _ in range(1 << size)]
     for node in range(size):
         lengths[1 << node][node] = 0.0

@@ -1,10 +1,10 @@
-"""``sdpipe measure`` on the workers of a job: the links between all of them, their speed and their memory.
+"""``sdpipe measure``: measures the links between all workers of a job, their speed and their memory.
 
     torchrun --nproc-per-node=4 --no-python sdpipe measure -o network.json --model my_package.models:factory
 
-Two workers at a time connect over gloo, each pair separately, so that a pair that cannot connect is named and the
-others go on. No host takes part in two pairs at the same time; afterwards all pairs of two hosts send at once, which
-shows whether they share a network card.
+Each pair of workers connects separately over gloo, so that a pair that cannot connect is named and the others go on. No
+host takes part in two pairs at the same time; afterwards all pairs of two hosts send at once, which shows whether they
+share a network card.
 
 Each worker also measures the speed and the memory of its device.
 """
@@ -43,12 +43,12 @@ from lightning_sdpipe.topology.groups import device_name, this_host
 MAYBE: Any = Link | None
 
 SAMPLES, INTERVAL = 5, 0.1
-"""Number of samples of a matrix product, where there is no model to measure with, and seconds for each."""
+"""Number of samples of a matrix product, if there is no model to measure with, and seconds for each."""
 
 
 class DeviceProfile(msgspec.Struct, frozen=True):
-    """Profile of one worker's device: ``seconds`` for the model, or for a floating-point operation; and the model's
-    blocks, as measured."""
+    """Profile of one worker's device: ``seconds`` for the model, or for one floating-point operation if there is none,
+    and the model's name and measured blocks."""
 
     host: str
     index: int
@@ -59,14 +59,14 @@ class DeviceProfile(msgspec.Struct, frozen=True):
 
 
 def abilities(host: str, index: int, local_size: int, model: str | None, names: Sequence[str] | None) -> DeviceProfile:
-    """Measure this process's device: the GPU of its local rank, or the processor.
+    """Measure this process's device: the accelerator of its local rank, or the CPU.
 
     Args:
         host: name of the host.
         index: the local rank.
         local_size: number of workers on the host.
         model: ``IMPORT.PATH:NAME`` of a function that returns a LightningModule and a mini-batch of one pipeline.
-        names: names of its blocks, if they are not to be found.
+        names: names of its blocks; None to find them.
 
     Raises:
         ConfigurationError: the model cannot be measured.
@@ -85,15 +85,15 @@ def abilities(host: str, index: int, local_size: int, model: str | None, names: 
 
 
 def relative(found: Sequence[DeviceProfile]) -> tuple[list[float], Model | None]:
-    """Return the speed of each worker, relative to the fastest, and the model as the fastest measured it."""
+    """Return the ratio of each worker's speed to the fastest one's, and the model as the fastest measured it."""
     fastest = min(found, key=lambda worker: worker.seconds)
     speeds = [fastest.seconds / worker.seconds for worker in found]
     return speeds, Model(fastest.name, tuple(fastest.blocks)) if fastest.blocks else None
 
 
 def _memory(device: torch.device, local_size: int) -> int | None:
-    """Return the bytes of memory that are free now; the workers of a host share its memory."""
-    tells = getattr(torch.get_device_module(device), "mem_get_info", None)  # of an accelerator with memory of its own
+    """Return the bytes of the device's free memory, or this worker's share of the host's; None if unknown."""
+    tells = getattr(torch.get_device_module(device), "mem_get_info", None)  # an accelerator with its own memory
     if tells is not None:
         free, _ = tells(device)
         return int(free)
@@ -158,12 +158,12 @@ def measure(
     Args:
         meeting: the store that this process shares with the others.
         model: see :func:`~lightning_sdpipe.placement.measure.abilities`.
-        blocks: names of its blocks, likewise.
+        blocks: names of its blocks; None to find them.
         pair_timeout: seconds that two workers have to connect, and for each transfer.
 
     Raises:
         ConfigurationError: two machines have the same name, or the model cannot be measured.
-        WorkerFailedError: another worker did not come, or gave up.
+        WorkerFailedError: another worker did not come in time, or gave up.
     """
     names = meeting.share("names", device_name(meeting.local_rank), str)
     _refuse_twins(names)
@@ -206,7 +206,7 @@ def _refuse_twins(names: Sequence[str]) -> None:
 
 
 def _measured(meeting: JobStore, rounds: Sequence[Sequence[Pair]], timeout: float, name: str) -> list[Link]:
-    """Return the links of the pairs, as those that lead and those that could not connect found them."""
+    """Return the links that the leading rank of each pair found, and the errors of ranks that could not connect."""
     links: list[Link] = []
     for number, pairs in enumerate(rounds):
         own = next((_link(meeting, pair, timeout, name) for pair in pairs if meeting.rank in pair), None)
@@ -217,8 +217,8 @@ def _measured(meeting: JobStore, rounds: Sequence[Sequence[Pair]], timeout: floa
 
 
 def _link(meeting: JobStore, pair: Pair, timeout: float, name: str) -> Link | None:
-    """Return the link that this rank found, if it leads the pair or could not connect. In rounds that are contended
-    only one direction is measured."""
+    """Return the link that this rank found if it leads the pair or could not connect, else None. Contended rounds
+    measure only one direction."""
     leads = meeting.rank == pair[0]
     try:
         wire = Wire(meeting.store, f"{name}, pair {pair}", leads, timedelta(seconds=timeout))
@@ -236,7 +236,7 @@ def measured_blocks(model: str, names: Sequence[str] | None, device: torch.devic
 
     Args:
         model: ``IMPORT.PATH:NAME`` of a function that returns a LightningModule and a mini-batch of one pipeline.
-        names: names of its blocks, if they are not to be found.
+        names: names of its blocks; None to find them.
         device: where they run.
 
     Raises:

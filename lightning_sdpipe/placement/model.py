@@ -1,4 +1,4 @@
-"""Demands of a model on devices and links, block by block: enough to place it on a machine that does not have it."""
+"""What a model needs of devices and links, block by block: enough to place it on a machine without the model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``count`` consecutive blocks of a chain that are alike. All figures are of one block, and of a whole mini-batch
-    of one pipeline, on a device of speed 1."""
+    """``count`` consecutive identical blocks of a chain. All figures are for one block and a whole mini-batch of one
+    pipeline, on a device of speed 1."""
 
     seconds: float  # forward and backward
     parameter_bytes: int
@@ -26,16 +26,16 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def chain(self) -> tuple[Block, ...]:
-        """All blocks, each once."""
+        """All blocks, with repeated ones listed ``count`` times."""
         return tuple(block for block in self.blocks for _ in range(block.count))
 
 
 def even_stages(num_stages: int, stage_bytes: float, cut_bytes: float) -> tuple[Block, ...]:
-    """Return stages that are all alike, each as a block.
+    """Return identical stages, each as one block.
 
     Args:
         num_stages: M.
         stage_bytes: bytes of parameters that the replicas of each stage average (DT-FM's c_dp).
-        cut_bytes: bytes of activations over each cut (c_pp, of a whole mini-batch of one pipeline). As much comes back.
+        cut_bytes: bytes of activations over each cut (c_pp, for a mini-batch of one pipeline). As many come back.
     """
     return (Block(0.0, round(stage_bytes), round(cut_bytes), round(cut_bytes)),) * num_stages

@@ -1,8 +1,7 @@
-"""Network of devices and links, measured or written by hand, from which every cost is computed.
+"""A network of devices and links, measured or written by hand, from which every cost is computed.
 
-Two JSON formats hold a network. ``sdpipe-network/1`` has a row for each device, as ``sdpipe measure`` writes it.
-``sdpipe-sites/1`` has a row for each site of devices that are all alike, to be written by hand. ``docs/placement.md``
-shows both.
+There are two JSON formats. ``sdpipe-network/1``, which ``sdpipe measure`` writes, has a row for each device.
+``sdpipe-sites/1``, for writing by hand, has a row for each site of identical devices. ``docs/placement.md`` shows both.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ class Device(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
 
 
 class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two hosts whose links share network cards: with all of them busy, each has ``share`` of its bandwidth alone."""
+    """Two hosts whose links share network cards. ``share`` is the ratio of a link's bandwidth when all are busy to its
+    bandwidth alone."""
 
     hosts: tuple[str, str]
     share: Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -53,14 +53,14 @@ class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Network(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="format", tag=FORMAT
 ):
-    """Devices, and the link from each to each.
+    """Devices, and the links between them.
 
     Args:
-        devices: device i is rank i of the run that measured.
+        devices: device i is rank i of the measuring run.
         latency_seconds: n × n, from row to column; None where no connection can be made. The diagonal is ignored.
         bandwidth_bytes_per_second: n × n, in the same form.
         source: the origin of the figures, in words.
-        model: the model that the devices were measured with; None if only the links were measured.
+        model: the model with which the devices were measured; None if only the links were measured.
         shared: pairs of hosts that share network cards.
 
     Raises:
@@ -96,12 +96,12 @@ class Network(
         return len(self.devices)
 
     def latency(self) -> Matrix:
-        """Return seconds, the mean of both directions (DT-FM §2); infinite where a direction is missing."""
+        """Return the seconds of latency, the mean of both directions (DT-FM §2); infinite if a direction is missing."""
         return _symmetric(self.latency_seconds, math.inf)
 
     def bandwidth(self) -> Matrix:
-        """Return bytes per second, the mean of both directions; 0 where a direction is missing. Each link of shared
-        network cards gets its share, since in training all links between two hosts are busy at the same time."""
+        """Return bytes per second, the mean of both directions; 0 if a direction is missing. A link over a shared
+        network card gets its share, since in training all links between two hosts are busy at the same time."""
         matrix = _symmetric(self.bandwidth_bytes_per_second, 0.0)
         shares = {frozenset(shared.hosts): shared.share for shared in self.shared}
         for a, row in enumerate(matrix):
@@ -110,7 +110,7 @@ class Network(
         return matrix
 
     def unconnected(self) -> list[tuple[Device, Device]]:
-        """Return pairs of devices between which a direction is missing."""
+        """Return the pairs of devices that cannot connect in at least one direction."""
         rows = self.latency_seconds
         return [
             (self.devices[a], self.devices[b])
@@ -194,6 +194,6 @@ def read_network(path: Path) -> Network:
 
 
 def write_network(path: Path, network: Network) -> None:
-    """Write ``sdpipe-network/1``, a device or a row of a matrix per line."""
+    """Write ``sdpipe-network/1``, with one device or one row of a matrix per line."""
     plain = {"format": FORMAT, "source": network.source} | msgspec.to_builtins(network)
     path.write_text(one_row_per_line(plain), encoding="utf-8")

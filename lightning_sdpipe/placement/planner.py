@@ -1,8 +1,8 @@
-"""Placement of a model's stages on a measured network: everything that ``sdpipe place`` decides.
+"""Places a model's stages on a measured network: everything that ``sdpipe place`` decides.
 
-DT-FM's data cost is that of an average over all replicas. SDPipe averages in groups of pipelines that are ready at
-about the same time, so groups depend on the devices' speeds. So the real policy forms groups of pipelines of given
-speeds, under a virtual clock, and the cost of averaging in these is computed.
+DT-FM's data cost is for an average over all replicas. SDPipe averages in groups of pipelines that are ready at about
+the same time, so groups depend on the devices' speeds. Therefore the real policy forms groups of pipelines with these
+speeds under a virtual clock, and the cost of averaging in those groups is computed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lightning_sdpipe.topology.mesh import Mesh, rows_of
 from lightning_sdpipe.topology.placement_file import Placement
 
 ITERATIONS, WARM_UP = 240, 40
-"""Iterations of each pipeline, and the number of first ones that do not count: until P rounds have passed, nothing is
-enforced."""
+"""Iterations of each pipeline, and how many of the first do not count, since the policy enforces nothing until P rounds
+have passed."""
 
 JITTER = 0.05
 """Largest relative deviation of an iteration's time: real times never repeat exactly."""
@@ -39,12 +39,12 @@ JITTER = 0.05
 
 @dataclass(frozen=True)
 class Drawn:
-    """Groups that a policy forms of the pipelines.
+    """Groups that a policy forms from the pipelines.
 
     Args:
         groups: the pipelines of each group, in the order of averaging.
-        seconds: seconds of averaging in a group, the mean over its members.
-        efficiency: the rate over that of pipelines that never wait for each other and never average (η).
+        seconds: mean seconds that a member spends in averaging.
+        efficiency: η, the ratio of the rate to the rate of pipelines that never wait for each other and never average.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -64,9 +64,9 @@ def simulate_groups(
 
     Args:
         policy: the policy.
-        times: seconds for a mini-batch of each pipeline; above 0.
-        averaging: seconds that a group of these pipelines takes to average.
-        micro_batches: micro-batches of a mini-batch; with the last backward a pipeline is ready.
+        times: seconds of a mini-batch of each pipeline; above 0.
+        averaging: returns the seconds that a group of these pipelines takes to average.
+        micro_batches: micro-batches of a mini-batch; a pipeline is ready with the last one's backward.
     """
     share = jittered(1.0, JITTER)
     work = Work(
@@ -85,20 +85,20 @@ def simulate_groups(
 
 
 RULED = 4
-"""The search with rank 0's rule makes one over this many of the moves, where the fastest layout breaks the rule."""
+"""If the fastest layout breaks rank 0's rule, ratio of all moves to those of the second search, which obeys it."""
 
 
 @dataclass(frozen=True)
 class PlacementTask:
-    """A placement task: what is to be placed, and how long it is searched for.
+    """A placement task: what to place, and how long to search.
 
     Args:
         num_stages: M, or the number of stages of each pipeline.
         cost: how transfers add up; ``"pipedream"`` for the schedule of that name.
-        num_micro_batches: micro-batches of a mini-batch; as many as the deepest pipeline has stages by default.
+        num_micro_batches: micro-batches of a mini-batch; by default as many as the deepest pipeline has stages.
         sync: whether all pipelines average together, or in SDPipe's groups.
         first: the device that will be rank 0; by default the network's first, if it is used.
-        optimizer_state: bytes of its state for each byte of trained parameters.
+        optimizer_state: bytes of optimizer state for each byte of trained parameters.
         moves: moves of the search.
         seed: seed of all randomness.
         seconds: limit of time, which cuts the search short.
@@ -117,9 +117,10 @@ class PlacementTask:
 
 @dataclass(frozen=True)
 class Communication:
-    """The seconds of communication alone for a mini-batch of every pipeline, where all average together: ``total``, of
-    which ``data`` average the replicas; and of the ``default`` order at the uniform cut, infinite if that is not
-    possible. ``links`` are those of each pipeline's cuts, and ``averaging`` those of its stages."""
+    """Seconds of communication alone for a mini-batch of every pipeline, when all pipelines average together. Of
+    ``total``, ``data`` is spent on averaging the replicas. ``default`` is the total of the default order at the uniform
+    cut, infinite if that is impossible. ``links`` has the seconds of each pipeline's cuts, ``averaging`` those of its
+    stages."""
 
     total: float
     data: float
@@ -129,15 +130,15 @@ class Communication:
 
     @property
     def pipeline(self) -> float:
-        """Seconds that pass activations and gradients on."""
+        """Seconds spent on sending activations and gradients."""
         return max(0.0, self.total - self.data)
 
 
 @dataclass(frozen=True)
 class PlacementResult:
-    """The result of a placement. ``seconds`` are for a mini-batch of every pipeline, computing included, and
-    ``default_seconds`` those of the default order at the uniform cut; infinite if that is not possible. ``price`` is
-    what rank 0's rule adds. ``communication`` is None where pipelines have unlike cuts."""
+    """The result of a placement. ``seconds`` is the time for a mini-batch of every pipeline, computation included, and
+    ``default_seconds`` that of the default order at the uniform cut, infinite if that is impossible. ``price`` is what
+    rank 0's rule adds to ``seconds``. ``communication`` is None if pipelines have different cuts."""
 
     job: Job
     layout: Layout
@@ -161,7 +162,7 @@ class PlacementResult:
 
     @property
     def num_stages(self) -> int | list[int]:
-        """M, or the stages of each pipeline: what the strategy is given."""
+        """M, or the number of stages of each pipeline: the strategy's argument."""
         return self.layout.depths[0] if self.layout.alike else self.layout.depths
 
     @property
@@ -192,7 +193,7 @@ class PlacementResult:
         return [device for device in range(len(self.network)) if device not in used]
 
     def placement(self, source: str) -> Placement:
-        """Return the placement in the form of a file."""
+        """Return the placement in the form that is written to a file."""
         cost: dict[str, float | int | str] = {
             "model": self.job.cost,
             "num_micro_batches": self.micro_batches,
@@ -213,11 +214,11 @@ def place(network: Network, asked: PlacementTask, stages: tuple[Block, ...] | No
     Args:
         network: a network that was measured, or written by hand.
         asked: the task.
-        stages: the stages, each as a block, if the network has no model, or instead of it.
+        stages: the stages, each as a block, in place of the network's model.
 
     Raises:
-        ConfigurationError: the devices do not form such pipelines, what stages send is unknown, the model
-            cannot be cut or fits nowhere, or every placement needs a link that does not exist.
+        ConfigurationError: the devices do not form such pipelines, what stages send is unknown, the model cannot be cut
+            or does not fit, or every placement needs a link that does not exist.
     """
     if isinstance(asked.num_stages, int):
         mesh = Mesh.build(len(network), asked.num_stages)
@@ -233,12 +234,12 @@ def place(network: Network, asked: PlacementTask, stages: tuple[Block, ...] | No
 
 
 def place_freely(network: Network, asked: PlacementTask) -> tuple[list[PlacementResult], list[str]]:
-    """Search for the fastest pipelines of one depth and cut, of each depth, and for the fastest of any depths, each by
-    a part of the moves; devices may be left out.
+    """For each possible depth, search for the fastest pipelines that all have that depth and one cut; then search for
+    the fastest pipelines of any depths and cuts. The moves are divided among the searches; devices may be left out.
 
     Returns:
-        What was found, the one of any depths at the end if it is of several depths or faster, and why others are
-        impossible.
+        The results, and why other shapes are impossible. The one of any depths comes last, and only if its pipelines
+        differ or it is faster.
 
     Raises:
         ConfigurationError: the network has no model, or nothing is possible.
@@ -367,20 +368,22 @@ def _order(found: Times) -> tuple[int, float]:
 
 
 def reversible(job: Job, layout: Layout) -> bool:
-    """Return whether pipelines may also run the other way round: all stages are alike, and so are devices."""
+    """Return whether pipelines may also run in reverse: all stages are alike, and so are all devices."""
     even = layout.alike and Shape(job, layout.cuts[:1]).even
     return even and len(set(job.memories)) == 1 and len(set(job.speeds)) == 1
 
 
 def uniform_cut(num_blocks: int, num_stages: int) -> Spans:
-    """Return the cut that ``partition="uniform"`` makes: the first stages have one block more if there is a rest."""
+    """Return the cut that ``partition="uniform"`` makes; the first stages have one block more if there is a
+    remainder."""
     each, more = divmod(num_blocks, num_stages)
     stops = [0, *accumulate(each + (stage < more) for stage in range(num_stages))]
     return tuple(range(a, b) for a, b in pairwise(stops))
 
 
 def ending_with(device: int, job: Job, layout: Layout) -> Iterator[Layout]:
-    """Yield layouts near ``layout`` in which ``device`` runs a last stage: reversed, or swapped with one that does."""
+    """Yield layouts like ``layout`` in which ``device`` runs a last stage: it is swapped with a device that does, or
+    pipelines are reversed."""
     backward = tuple(row[::-1] for row in layout.rows)
     for rows in (layout.rows, backward) if reversible(job, layout) else (layout.rows,):
         if any(row[-1] == device for row in rows):
@@ -391,12 +394,12 @@ def ending_with(device: int, job: Job, layout: Layout) -> Iterator[Layout]:
 
 
 def _drawn(job: Job, layout: Layout, own: Times) -> Drawn:
-    """Return the groups that SDPipe's policy would form of pipelines with one cut."""
+    """Return the groups that SDPipe's policy would form from pipelines with one cut."""
     late, slow, _ = job.links
     held = [sum(job.chain[block].parameter_bytes for block in span) for span in layout.cuts[0]]
 
     def averaging(group: Sequence[int]) -> float:
-        """Return the seconds of the slowest member in any stage."""
+        """Return the seconds of averaging of the slowest member in any stage."""
         if len(group) < 2:
             return 0.0
         members = np.array([layout.rows[pipeline] for pipeline in group]).T  # by stage

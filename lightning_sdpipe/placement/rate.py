@@ -1,16 +1,15 @@
-"""Rate of a layout: the mini-batches per second of its pipelines, the one objective of the search.
+"""Rate of a layout: the mini-batches per second of its pipelines, which the search maximises.
 
-A pipeline is on its way with a mini-batch for ``T = Σ_j (first share of stage j and of the cut after it) + max_j (what
-stage j does with the rest)``. With a flush and m micro-batches the first share is one micro-batch, 1/m of the computing
-and of the bytes, and the rest follows at the pace of the busiest stage: it computes, and meanwhile nothing passes it,
-but the transfers at its two ends overlap each other. How transfers add up is the cost model
-(:mod:`lightning_sdpipe.placement.cost`); where nothing is computed and all pipelines average together, ``T`` and the
-averaging are that cost.
+A pipeline takes ``T = Σ_j (first share of stage j and of the cut after it) + max_j (the rest on stage j)`` for a
+mini-batch. With a flush and m micro-batches, the first share is one micro-batch, 1/m of the computation and of the
+bytes, and the rest follows at the pace of the busiest stage: a stage computes and transfers in turn, while the
+transfers at its two ends overlap. The cost model (:mod:`lightning_sdpipe.placement.cost`) says how transfers add up;
+without computation, and with all pipelines averaging together, ``T`` plus averaging is that cost.
 
 Averaging takes a worker ``s = Σ 2 (α + bytes / (k β))`` over the workers of other pipelines that hold a part of what it
-holds, for k members. All-reduce makes ``N / (max_i T_i + max s)``; with averaging in groups a pipeline waits for its
-group only, which makes ``Σ_i 1 / (T_i + s_i)``, where ``s_i`` is its slowest worker's ``s`` with (k − 1) of the N − 1
-others.
+holds, with k members in a group. The rate of all-reduce is ``N / (max_i T_i + max s)``. If pipelines average in groups,
+each waits only for its group, and the rate is ``Σ_i 1 / (T_i + s_i)``, where ``s_i`` is ``s`` of the pipeline's slowest
+worker with (k − 1) of the N − 1 others.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ Spans: TypeAlias = tuple[range, ...]
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 GROUP = 4
-"""Members of a group that averages: the size into which large candidates are split."""
+"""Members of a group; the policy splits larger candidates into groups of this size."""
 
 UNLINKED = 10.0
-"""A link that does not exist counts as this many times as slow as the slowest one, besides being a misfit."""
+"""Ratio of a missing link's time to the slowest link's; the missing link counts as a misfit, too."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Pipelines: the device and the blocks of each stage. Devices may be left out, and pipelines may be unlike."""
+    """Pipelines: the device and the blocks of each stage. Devices may be left out, and pipelines may differ."""
 
     rows: tuple[tuple[int, ...], ...]
     cuts: tuple[Spans, ...]
@@ -58,7 +57,7 @@ class Layout:
 
     @property
     def stages(self) -> list[list[int]]:
-        """Devices of each stage, by pipeline, where all pipelines have one depth."""
+        """Devices of each stage, by pipeline; all pipelines must have the same depth."""
         return [list(group) for group in zip(*self.rows, strict=True)]
 
 
@@ -72,8 +71,8 @@ class Job:
         micro_batches: micro-batches of a mini-batch; None for as many as the deepest pipeline has stages.
         cost: how transfers add up; ``"pipedream"`` for the schedule of that name.
         sync: whether all pipelines average together, or in groups.
-        optimizer_state: bytes of its state for each byte of trained parameters.
-        last: a device that has to run a last stage; None if any may.
+        optimizer_state: bytes of optimizer state for each byte of trained parameters.
+        last: a device that must run a last stage; None if any may.
     """
 
     network: Network
@@ -99,14 +98,14 @@ class Job:
 
     @cached_property
     def crossing(self) -> list[float]:
-        """Bytes over the cut after each block but the last, both ways; infinite where its output cannot travel."""
+        """Bytes over the cut after each block except the last, both ways; infinite if its output cannot travel."""
         return [
             math.inf if block.activation_bytes is None else float(block.activation_bytes + block.gradient_bytes)
             for block in self.chain[:-1]
         ]
 
     def memory(self, available: Sequence[float], micro_batches: int) -> Memory:
-        """Return the memory check for devices with these bytes, one for each stage of a pipeline."""
+        """Return the memory check for a pipeline whose stages have these ``available`` bytes."""
         trained = [
             block.parameter_bytes if block.trained_bytes is None else block.trained_bytes for block in self.chain
         ]
@@ -127,8 +126,8 @@ class Job:
 
     @cached_property
     def links(self) -> tuple[Array, Array, Array | None]:
-        """Seconds for both ways over each link, seconds for each byte both ways, and whether the link is missing; None
-        if none is."""
+        """For each link, both ways: seconds of latency, and seconds per byte; and whether the link is missing, None if
+        none is."""
         latency, rate = np.array(self.network.latency()), np.array(self.network.bandwidth())
         missing = (rate == 0.0) & ~np.eye(len(rate), dtype=bool)
         linked = (rate > 0.0) & np.isfinite(latency)
@@ -141,11 +140,11 @@ class Job:
 
     @cached_property
     def computes(self) -> bool:
-        """False if only communication is known."""
+        """Whether the times of computation are known."""
         return any(block.seconds for block in self.chain)
 
     def slowness(self, one: int, other: int) -> float:
-        """Return the seconds for each byte one way."""
+        """Return the seconds per byte over a link, one way."""
         return float(self.links[1][one, other]) / 2
 
     @cached_property
@@ -155,14 +154,14 @@ class Job:
 
     @cached_property
     def totals(self) -> tuple[Array, Array]:
-        """Seconds, and bytes of parameters, of the blocks before each."""
+        """Seconds, and bytes of parameters, of all blocks before each cut."""
         seconds = np.cumsum([0.0, *(block.seconds for block in self.chain)])
         return seconds, np.cumsum([0.0, *(float(block.parameter_bytes) for block in self.chain)])
 
 
 class Shape:
-    """The work, bytes and memory of each place of a layout, whichever device is there. Places are in the order of
-    pipelines, and of stages within each."""
+    """The work, bytes and memory of each place in a layout, whatever device is there. Places are ordered by pipeline,
+    then by stage."""
 
     def __init__(self, job: Job, cuts: Sequence[Spans]) -> None:
         self.cuts = tuple(cuts)
@@ -178,7 +177,7 @@ class Shape:
         self.is_last = np.append(self.row[1:] != self.row[:-1], True)
         self.following = np.arange(len(spans)) + ~self.is_last
         seconds, held = job.totals
-        self.preceding = np.arange(len(spans)) - 1  # of a first stage a last one, after which comes nothing
+        self.preceding = np.arange(len(spans)) - 1  # before a first stage is a last one, which sends nothing
         self.work = seconds[stop] - seconds[start]
         crossing = np.array([*job.crossing, 0.0])
         self.crossing = np.where(self.is_last, 0.0, crossing[stop - 1]) / 2  # one way
@@ -187,7 +186,7 @@ class Shape:
         overlap = np.minimum(held[stop][:, None], held[stop]) - np.maximum(held[start][:, None], held[start])
         shared = other & (np.minimum(stop[:, None], stop) > np.maximum(start[:, None], start))
         self.one, self.other = np.nonzero(shared)
-        """Pairs of places that hold a part of the model in common."""
+        """Pairs of places in different pipelines that hold a common part of the model."""
         self.first_pair = np.searchsorted(self.one, np.arange(len(spans)))
         members = self.count if job.sync == "all_reduce" else min(GROUP, self.count)
         often = (members - 1) / max(self.count - 1, 1)
@@ -203,12 +202,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of layouts of one shape; the first axis counts these.
+    """Seconds of layouts of one shape; the first axis numbers the layouts.
 
-    ``pipelines``: of a mini-batch of each, without averaging; ``links``: of the transfer after each place, besides
-    ``computing`` there; ``averaging``: of each worker. ``seconds`` is the time for each mini-batch of all pipelines
-    together, one over the rate; ``smooth`` is the same with power means in the place of maxima. ``misfits`` counts
-    workers that do not fit, and missing links.
+    ``pipelines``: a mini-batch of each pipeline, without averaging; ``links``: the transfer after each place;
+    ``computing``: the computation there; ``averaging``: each worker's averaging. ``seconds`` is 1 / rate, the mean time
+    between mini-batches of all pipelines; ``smooth`` is the same with power means in place of maxima. ``misfits``
+    counts workers that do not fit, and missing links.
     """
 
     pipelines: Array
@@ -221,8 +220,8 @@ class Times:
 
 
 def times(job: Job, shape: Shape, devices: Array, power: int = 0) -> Times:
-    """Return the seconds of ``devices``, layouts × places, with power means of 2^``power``. These are made of products
-    and square roots only, so that every machine finds the same."""
+    """Return the seconds of layouts, given their ``devices`` (layouts × places), with power means of 2^``power``. These
+    use only products and square roots, so that every machine finds the same."""
     (late, slow, missing), (speeds, memories) = job.links, job.devices
     rule, below = shares(job.cost, shape.micro_batches), devices[:, shape.following]
     computing = shape.work / speeds[devices]
@@ -261,7 +260,7 @@ def times(job: Job, shape: Shape, devices: Array, power: int = 0) -> Times:
 
 
 SHARE = 0.03
-"""Share of the mean of all workers that counts in ``smooth`` besides the slowest ones."""
+"""Weight in ``smooth`` of the mean over all workers, beside the slowest ones."""
 
 
 def _of_slowest(links: Array, shape: Shape, power: int) -> Array:
@@ -271,7 +270,7 @@ def _of_slowest(links: Array, shape: Shape, power: int) -> Array:
 
 
 def _largest(values: Array, power: int) -> Array:
-    """Return the largest of ``values`` along the first axis, or with ``power`` their power mean."""
+    """Return the largest of ``values`` along the first axis or, with ``power``, their power mean."""
     top = values.max(axis=0)
     if not power:
         return np.asarray(top)

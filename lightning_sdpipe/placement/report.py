@@ -1,5 +1,5 @@
-"""Report of a placement for people: as text, and as a picture of the mesh in SVG, with a box for each device, coloured
-by host, and the speed of its links."""
+"""Reports a placement as text, and as an SVG picture of the mesh: a box for each device, coloured by host, and the
+times of its links."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_sdpipe.errors import counted, shape
 from lightning_sdpipe.placement.planner import Communication, PlacementResult
 
 WIDTH, HEIGHT = 150, 44
-"""Distances of stages and of pipelines in the picture; a device's box takes part of them."""
+"""Distances between stages and between pipelines in the picture, boxes included."""
 
 LEFT, TOP = 130, 140
-"""Place of the first device."""
+"""Centre of the first device's box."""
 
 SLOW = "#c1121f"
 
 
 def _largest(rows: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """Return the place of the largest number; of equal ones the first."""
+    """Return the row and column of the largest number; of equals, the first."""
     top = max(map(max, rows))
     return next((number, list(row).index(top)) for number, row in enumerate(rows) if top in row)
 
@@ -35,7 +35,7 @@ def rates(tried: Sequence[PlacementResult]) -> str:
 
 
 def given(placed: PlacementResult) -> str:
-    """Return the strategy's arguments that go with a file."""
+    """Return the strategy's arguments that go with the placement's file."""
     deepest = max(placed.layout.depths)
     micro_batches = f", num_micro_batches={placed.micro_batches}" if placed.micro_batches != deepest else ""
     cut = ', partition="placed"' if deepest > 1 and placed.network.model is not None else ""
@@ -43,7 +43,7 @@ def given(placed: PlacementResult) -> str:
 
 
 def report(placed: PlacementResult) -> str:
-    """Return a row for each pipeline, the costs by place, and the cost of rank 0's rule."""
+    """Return the report: a row for each pipeline, the costs and where they arise, and the cost of rank 0's rule."""
     names = [str(device) for device in placed.network.devices]
     used = len(names) - len(placed.left_out)
     devices = f"{used} of {len(names)}" if placed.left_out or not placed.layout.alike else str(used)
@@ -135,7 +135,7 @@ def _rank_zero(placed: PlacementResult, names: Sequence[str]) -> str:
 
 
 def shown_seconds(seconds: float) -> str:
-    """Format a duration for people."""
+    """Format a duration with its unit."""
     if seconds < 1e-3:
         return f"{1e6 * seconds:.3g} µs"
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
@@ -149,7 +149,7 @@ def draw_picture(placed: PlacementResult, path: Path) -> None:
     """Write the picture of pipelines that have one cut to ``path``, as SVG.
 
     Every row is a pipeline, in which activations travel to the right and gradients back; every column is a stage, whose
-    devices average. Links between stages are the redder the more they cost, and the slowest of every cut is named.
+    devices average. The more a link between stages costs, the redder it is; above each cut is the time of the slowest.
     """
     links = placed.communication
     assert links is not None

@@ -1,13 +1,13 @@
-"""Search for the layout with the most mini-batches per second: which device runs which blocks of which pipeline.
+"""Searches for the layout with the most mini-batches per second: which device runs which blocks of which pipeline.
 
-It is one simulated annealing, in rounds. A move swaps the places of two devices, one of which may be left out so far;
-reverses consecutive stages; moves a cut by a few blocks; or, where pipelines may be unlike, moves a device to another
-pipeline or a new one, leaves it out, or splits or joins pipelines. Most swaps take an end of a slow link, or a busy
-device, and often put a device there that is near. The rate is a maximum over pipelines, stages and links, most of which
-a move does not change, so power means take the place of maxima while it anneals, with a power that rises.
+The search is simulated annealing, in rounds. A move swaps the places of two devices, one of which may have been left
+out so far; reverses consecutive stages; moves a cut by a few blocks; or, if depths may change, moves a device to
+another pipeline or a new one, leaves it out, or splits or joins pipelines. Most swaps replace an end of a slow link, or
+a busy device, often by a device that is near. The rate depends on maxima over pipelines, stages and links, most of
+which a move does not change, so while annealing, power means with a rising power take the place of maxima.
 
-Moves end the search, not seconds, and every number comes from sums, products and square roots in one order: with the
-same seed every machine finds the same, unless a limit of time cuts the search short.
+The number of moves, not time, ends the search, and every number comes from sums, products and square roots in a fixed
+order. So with the same seed every machine finds the same layout, unless a time limit cuts the search short.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ MOVES = 300_000
 
 ROUNDS = 8
 STARTS = ("best", "near pipelines", "near stages", "random")
-"""What rounds begin with, in turn."""
+"""What the rounds begin with, in turn."""
 
 POWERS = (2, 3, 4, 5)
-"""Power means of 2^k, for each quarter of a round."""
+"""The exponent k of the power means of 2^k, for each quarter of a round."""
 
 HOT, WARM, COLD = 0.8, 0.1, 0.01
-"""First temperature of a round, first temperature from the best layout, and last temperature: shares of the start's
-seconds per device."""
+"""First temperature of a round, first temperature of a round from the best layout, and last temperature: ratios to the
+seconds per device at the start."""
 
 MISFIT = 0.1
-"""Penalty of a worker that does not fit, or a missing link, as a share of the start's seconds: valid layouts may lie
-behind invalid ones."""
+"""Ratio of the penalty for a worker that does not fit, or a missing link, to the seconds at the start. It is finite,
+since valid layouts may lie behind invalid ones."""
 
 SLOW, NEAR = 0.85, 0.65
-"""Share of swaps that take the end of a slow link or a busy device, and share of these that put a device there that is
-near: of n others the one of rank n u³, with u uniform."""
+"""Share of swaps that replace an end of a slow link or a busy device; of those at a link, the share that take a device
+near its other end: of n others, the one of rank n u³, with u uniform."""
 
 FARTHEST = 3
 """Largest number of blocks by which a cut moves, since it may have to pass blocks whose output cannot travel."""
 
 ALIKE = 1.05
-"""Ratio of speeds below which devices count as equally fast: profiles are not more exact."""
+"""Devices count as equally fast up to this ratio of speeds, since profiles are no more exact."""
 
 ORDERS = 24
-"""Number of orders of stages in which these get the largest memories."""
+"""Most orders in which stages get the devices, sorted by memory, as a start."""
 
 DEPTHS, CUTS, REVERSALS = 0.5, 0.3, 0.2
-"""Shares of the tries that change depths, or else a cut, or else the order of stages, where that is possible; the rest
-swaps devices."""
+"""Probability that a move changes depths, if not then a cut, if not then the order of stages, where possible; all other
+moves swap devices."""
 
 TOGETHER = 16
-"""Number of swaps that are tried together; the best of those that are accepted is made."""
+"""Number of swaps that are tried together; the best one that is accepted is made."""
 
 CLOCK = 256
-"""Moves between two looks at the clock."""
+"""Moves between readings of the clock."""
 
 
 @dataclass
 class Found:
-    """The best layout that fits, its seconds (one over the rate), and the moves that were made. ``complete`` says that
-    the search was not cut short. ``improvements`` has the moves after which better layouts were found, their seconds,
-    and those of the clock."""
+    """The best layout that fits, its seconds (1 / rate), and the number of moves made. ``complete`` says that the
+    search was not cut short. ``improvements`` has, for each better layout, the moves made so far, its seconds, and the
+    seconds since the search began."""
 
     layout: Layout
     seconds: float
@@ -90,13 +90,13 @@ class Search:
 
     Args:
         job: the model, the devices and the schedule.
-        depths: number of stages of each pipeline, at first.
+        depths: number of stages of each pipeline at first.
         moves: number of moves after which the search is done.
         seed: seed of all randomness.
         seconds: limit of time, which cuts the search short.
-        unlike: whether pipelines may have cuts of their own.
+        unlike: whether pipelines may have different cuts.
         free: whether depths may change, and cuts with them.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     job: Job
@@ -115,7 +115,7 @@ class Search:
         self.among, self.between = _distances(job, len(self.depths), job.number(self.depths))
         order = self.between.argsort(axis=1, kind="stable").tolist()
         self.near = [[other for other in row if other != number] for number, row in enumerate(order)]
-        """The other devices from near to far, for each device."""
+        """For each device, the others from near to far."""
         self._cuts: dict[tuple[int, ...], Spans | None] = {}
         self._kinds = _kinds(job)
         self._refusal: ConfigurationError | None = None
@@ -123,7 +123,7 @@ class Search:
     # ------------------------------------------------------------------ rounds
 
     def run(self, starts: Sequence[Layout] = ()) -> Found:
-        """Search from these layouts, and from others.
+        """Search from these layouts and from others.
 
         Raises:
             ConfigurationError: no layout that was tried fits into the devices, or all need a link that does not exist.
@@ -166,14 +166,14 @@ class Search:
         return not found.misfits[number] and bool(found.seconds[number] < best * (1 - 1e-12))
 
     def keep(self, layout: Layout, seconds: float) -> None:
-        """Keep the fastest layout so far."""
+        """Keep ``layout`` as the fastest so far."""
         if self.best is None:
             self.best = Found(layout, seconds, 0, False, [])
         self.best.layout, self.best.seconds = layout, seconds
         self.best.improvements.append((self.made, seconds, self.clock() - self._began))
 
     def _arrange(self, layout: Layout) -> None:
-        """Try the best order of the stages of ``layout``, and the best device after each, by the cost of links."""
+        """Try the best order of the stages of ``layout``, and the best device after each, by the links' costs."""
         if not layout.alike:
             return
         job, shape = self.job, Shape(self.job, layout.cuts[:1])
@@ -189,7 +189,8 @@ class Search:
     # ------------------------------------------------------------------ starts
 
     def _starts(self) -> Iterator[Layout]:
-        """Yield the default order, near devices together, and devices of like speed or memory together."""
+        """Yield layouts to start from: the default order, and those that put devices together that are near or have
+        similar speed or memory."""
         job, count, depths = self.job, len(self.job.network), self.depths
         speed = sorted(range(count), key=lambda device: -job.speeds[device])
         memory = sorted(range(count), key=lambda device: (-job.memories[device], -job.speeds[device]))
@@ -235,7 +236,7 @@ class Search:
         return rows
 
     def _near_rows(self, length: int, tight: bool = False) -> list[list[int]]:
-        """Return pipelines of near devices, or of pieces of this ``length`` that are near."""
+        """Return pipelines made of pieces of this ``length``, each of devices that are near each other."""
         rows = [list[int]() for _ in self.depths]
         pieces = [
             (row, min(length, depth - first))
@@ -253,13 +254,13 @@ class Search:
         return self._columns_of(self._clustered(sizes, self.among, tight))
 
     def _clustered(self, sizes: Sequence[int], far: Array, tight: bool) -> list[int]:
-        """Return the devices in parts of ``sizes`` of near ones: the nearest to a random device, or, if ``tight``, to
-        the one that has the nearest; equally near ones are taken in a random order."""
+        """Return all devices, ordered so that each part of these ``sizes`` has near ones: those nearest to a random
+        device or, if ``tight``, to the device with the nearest neighbours. Ties are broken at random."""
         noise, left, order = [self.rng.random() for _ in far], list(range(len(far))), list[int]()
         for size in sizes:
             one = self.rng.choice(left)
             if tight and size > 1:
-                spread = np.sort(far[np.ix_(left, left)], axis=1)[:, :size].sum(axis=1)  # with itself, which is 0
+                spread = np.sort(far[np.ix_(left, left)], axis=1)[:, :size].sum(axis=1)  # with itself, at distance 0
                 one = left[int(spread.argmin())]
             part = sorted(left, key=lambda device: (device != one, far[one, device], noise[device]))[:size]
             left = [device for device in left if device not in part]
@@ -269,7 +270,7 @@ class Search:
     # -------------------------------------------------------------------- cuts
 
     def cut(self, rows: Sequence[Sequence[int]]) -> Layout | None:
-        """Return the pipelines with the cuts that make their slowest stages fastest; None if none fits."""
+        """Return the pipelines with the cuts that make their slowest stages fastest; None if no cut fits."""
         devices = tuple(map(tuple, rows))
         if self.unlike:
             cuts = [self.cut_of(row) for row in devices]
@@ -287,7 +288,7 @@ class Search:
         return min(found, key=lambda entry: entry[0])[1] if found else None
 
     def cut_of(self, row: Sequence[int]) -> Spans | None:
-        """Return the cut of one pipeline, equal for devices of the same kinds."""
+        """Return the cut of one pipeline, the same for the same kinds of devices; None if no cut fits."""
         kinds = tuple(self._kinds[device] for device in row)
         if kinds not in self._cuts:
             job = self.job
@@ -309,7 +310,7 @@ class Search:
     # ------------------------------------------------------------------- moves
 
     def _anneal(self, layout: Layout, hot: float, until: int) -> Layout:
-        """Make moves until there are ``until``; return the layout at the end."""
+        """Move until ``until`` moves have been made in all; return the last layout."""
         walk, begun = _Walk(self, layout), self.made
         count, moves, looked = len(self.job.network), max(until - self.made, 1), self.made
         for number, power in enumerate(POWERS):
@@ -327,7 +328,7 @@ class Search:
 
 
 _Changed: TypeAlias = tuple[Shape, Array, list[list[int]]]
-"""Changed layouts: their shape, their devices, and those that each leaves out."""
+"""Changed layouts: their shape, the devices of each, and the devices that each leaves out."""
 
 
 class _Walk:
@@ -346,7 +347,7 @@ class _Walk:
         self.smooth(POWERS[0])
 
     def smooth(self, power: int) -> None:
-        """Take power means of 2^``power`` from now on."""
+        """Use power means of 2^``power`` from now on."""
         self._power = power
         self._times = times(self._job, self._shape, self._devices[None], power)
         self._number = 0
@@ -358,7 +359,7 @@ class _Walk:
         return Layout(tuple(tuple(devices[a:b]) for a, b in pairwise(first)), self._shape.cuts)
 
     def move(self, temperature: float) -> int:
-        """Try moves at this ``temperature``, a number of seconds; return their number."""
+        """Try moves at this ``temperature``, in seconds; return their number."""
         random, deepest = self._rng.random, max(map(len, self._shape.cuts))
         if self._search.free and random() < DEPTHS:
             changed = self._changed_depths()
@@ -386,7 +387,7 @@ class _Walk:
         return len(devices)
 
     def _swapped(self) -> _Changed:
-        """Swap two devices, in each of :data:`TOGETHER` ways; one of them may be left out."""
+        """Swap two devices, in :data:`TOGETHER` ways; one of the two may be a device that was left out."""
         devices, random, every = self._devices, self._rng.random, [self._out] * TOGETHER
         changed, count = np.repeat(devices[None], TOGETHER, axis=0), len(devices)
         for number in range(TOGETHER):
@@ -403,7 +404,7 @@ class _Walk:
         return self._shape, changed, every
 
     def _place(self) -> tuple[int, int | None]:
-        """Return a place from which a device is swapped away, and the device that is to come, if that is known."""
+        """Return a place whose device is to be swapped, and the device that should replace it; None if any may."""
         random, found, number = self._rng.random, self._times, self._number
         choice = random() / SLOW
         if choice < 0.1:
@@ -421,7 +422,7 @@ class _Walk:
         return place, near[int(random() ** 3 * len(near))]
 
     def _reversed(self) -> _Changed | None:
-        """Reverse consecutive stages, all of which are alike."""
+        """Reverse consecutive stages of all pipelines; all stages are alike."""
         depth, random = len(self._shape.cuts[0]), self._rng.random
         first, last = sorted((int(random() * depth), int(random() * depth)))
         if first == last or len({*map(len, self._shape.cuts)}) > 1:
@@ -431,7 +432,7 @@ class _Walk:
         return self._shape, grid.reshape(1, -1), [self._out]
 
     def _moved_cut(self) -> _Changed | None:
-        """Move blocks of one stage to a neighbour: of one pipeline, or of all where all have one cut."""
+        """Move blocks from one stage to a neighbour: in one pipeline, or in all if they share one cut."""
         rng, cuts = self._rng, list(self._shape.cuts)
         row = rng.randrange(len(cuts))
         spans = list(cuts[row])
@@ -446,7 +447,7 @@ class _Walk:
         return Shape(self._job, cuts), self._devices[None], [self._out]
 
     def _changed_depths(self) -> _Changed | None:
-        """Move a device to another pipeline or a new one, leave one out or take one in, or split or join pipelines."""
+        """Move a device to another pipeline or a new one, leave one out or add one, or split or join pipelines."""
         rng, rows = self._rng, [list(row) for row in self.layout.rows]
         out, one, other = list(self._out), rng.randrange(len(rows)), rng.randrange(len(rows) + 1)
         rows.append([])
@@ -475,14 +476,14 @@ class _Walk:
         return shape, np.array([[device for row in rows for device in row]]), [out]
 
     def _places_by_stage(self) -> list[Array]:
-        """Return the places before each cut, by stage."""
+        """Return, for each stage except the last, its places that have a cut after them."""
         before = np.flatnonzero(~self._shape.is_last)
         stage = self._shape.stage[before]
         return [before[stage == number] for number in range(int(stage.max(initial=-1)) + 1)]
 
 
 def _distances(job: Job, num_pipelines: int, micro_batches: int) -> tuple[Array, Array]:
-    """Return the seconds of typical messages between any two devices: among replicas, and between stages."""
+    """Return the seconds of a typical message between any two devices, as replicas and as neighbouring stages."""
     late, slow, _ = job.links
     rule, crossing = shares(job.cost, micro_batches), [amount for amount in job.crossing if amount < math.inf]
     amount = max(crossing, default=0.0) / 2 * max(rule.step, rule.period / micro_batches)
@@ -495,7 +496,7 @@ def _flat(layout: Layout) -> Array:
 
 
 def _kinds(job: Job) -> list[int]:
-    """Return a number for each device, the same for those of one memory and about one speed."""
+    """Return a number for each device, shared by devices with the same memory and about the same speed."""
     leaders: list[int] = []
     found = []
     for device, (speed, memory) in enumerate(zip(job.speeds, job.memories, strict=True)):

@@ -1,4 +1,4 @@
-"""Bottlenecks of a run where no worker is slow: stalls, links, exchanges, loading, and a bad cut.
+"""Finds bottlenecks other than slow workers: stalls, links, exchanges, loading, and a bad cut.
 
 The functions are pure. All examine the newest updates of each worker (:func:`~lightning_sdpipe.seeing.finding.recent`).
 """
@@ -33,25 +33,25 @@ from lightning_sdpipe.seeing.finding import (
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 STALLS, MANY_STALLS = 0.10, 0.30
-"""Shares of own time: from the first one on stalls are reported, and from the second on they exceed what a shared
-machine causes."""
+"""Shares of own time: stalls are reported from the first on; from the second on, a shared machine does not explain
+them."""
 SELDOM = 2
-"""Longest updates of a worker without which there must be stalls, too, early in a run: it compiled then, perhaps."""
+"""Early in a run, stalls must remain without this many of a worker's longest updates, in which it may have compiled."""
 MEETINGS = 16
 """Least number of meetings by which a link is judged."""
 SLOW_LINK, OF_ITS_UPDATE = 1.5, 0.05
 EXCHANGE_BOUND, DATA_BOUND, UNBALANCED = 0.10, 0.05, 1.03
 LONG, LONG_BOUND, LEFT = 1.0, 0.20, 0.05
-"""Seconds of an exchange from which on the first one tells, the share of the time of which it is told, and the share
-that should be left of it."""
+"""Seconds from which on a single exchange suffices for a finding, the least share of time for that finding, and the
+share to which the advice would reduce it."""
 NOT_HELD = {"", Reason.EVERYBODY_CAME, Reason.MATCHED}
-"""Reasons of groups that the scheduler did not hold back: the last member waits for nothing but the exchange."""
+"""Reasons of groups that the scheduler did not hold back: their last member waits only for the exchange."""
 OF_GRADIENTS = ("no_sync", "all_present")
 """Policies of methods that average gradients, or nothing."""
 
 
 def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
-    """Return all bottlenecks; ``slow`` says that a worker has been found to be slow, so that stalls may be its own."""
+    """Return all bottlenecks. If ``slow``, a worker is known to be slow, which may explain stalls."""
     seen, early = recent(recording), recent(recording, least=1)
     met = meetings(seen)
     exchanges = exchange_bound(seen, met) or exchange_bound(early, meetings(early), LONG_BOUND, LONG)
@@ -63,9 +63,8 @@ def bottlenecks(recording: Recording, slow: bool) -> list[Finding]:
 
 
 def stalling(seen: Recording) -> list[Finding]:
-    """Find workers whose updates are now and then much longer than usual, at different times: medians hide it. On a
-    shared machine all workers do that; below 30 % it is a note, unless the threads are known to have had their
-    cores."""
+    """Find workers whose updates are sometimes much longer than usual, which medians hide. On a shared machine all
+    workers stall; below 30 % of own time that is a note, unless the threads are known to have had a core."""
     stalls = {worker: _Stalls(series) for worker, series in seen.series.items()}
     excess = {worker: each.excess for worker, each in stalls.items()}
     total, own = sum(excess.values()), sum(each.own for each in stalls.values())
@@ -117,8 +116,8 @@ def _wait_less(seen: Recording) -> tuple[Advice, ...]:
 
 
 class _Stalls:
-    """Stalls of one worker: its own time beyond the median, in all and by phase, and without a core, in
-    microseconds."""
+    """Stalls of one worker in microseconds: its own time beyond the median, in all and by phase, and the time without a
+    core beyond its median."""
 
     def __init__(self, series: Series) -> None:
         own = series.own()
@@ -136,8 +135,8 @@ class _Stalls:
 
 
 def slow_link(seen: Recording, met: Sequence[Meeting]) -> list[Finding]:
-    """Find a worker whose groups take longer to exchange than groups without it, or one that waits until its neighbours
-    have taken what it sends."""
+    """Find a worker whose groups take longer to exchange than groups without it, or one that waits for its neighbours
+    to take what it sends."""
     of_stage = defaultdict(list)
     for meeting in met:
         of_stage[meeting[0][0].stage].append(meeting)
@@ -182,8 +181,9 @@ def _link(seen: Recording, worker: Worker, text: str, evidence: dict[str, float]
 def exchange_bound(
     seen: Recording, met: Sequence[Meeting], most: float = EXCHANGE_BOUND, long: float = 0.0
 ) -> list[Finding]:
-    """Find stages that spend ``most`` of their time on moving tensors between replicas, whether or not a member is
-    late. There must be enough exchanges, or, if ``long`` is given, one that takes so many seconds."""
+    """Find stages that spend at least the share ``most`` of their time on moving tensors between replicas, apart from
+    waits for late members. There must be enough exchanges or, if ``long`` is given, their mean must be at least that
+    many seconds."""
     found = []
     for stage, (spent, members, updates, total) in sorted(transfers(seen, met).items()):
         each, alone = spent / members / 1e6, (total - spent) / updates / 1e6
@@ -222,9 +222,9 @@ def exchange_bound(
 
 
 def transfers(seen: Recording, met: Sequence[Meeting]) -> dict[int, tuple[float, int, int, float]]:
-    """Return for each stage the microseconds that members of groups spent on exchanges, and their number, counted for
-    each member; the number of all updates, and the microseconds of these. Where the scheduler holds groups back, their
-    members wait for it, too; the updates of these groups are left out."""
+    """Return, for each stage, the microseconds that members of groups spent on exchanges, the number of members in
+    these groups, the number of updates, and their microseconds. Members of groups that the scheduler held back wait for
+    it, too, so those groups' updates are left out."""
     unknown = None if seen.reasons else ""  # a scheduler tells the reasons of its last rounds only
     updates, totals, found = Counter[int](), Counter[int](), dict[int, tuple[float, int]]()
     for worker, series in seen.series.items():
@@ -258,7 +258,7 @@ def data_bound(seen: Recording) -> list[Finding]:
 
 
 def unbalanced_cut(seen: Recording) -> list[Finding]:
-    """Find stages of different length, and how much shorter an update would be if they were equal."""
+    """Find stages that take different times, and how much shorter an update would be if they were equal."""
     schedules = {(about.schedule, about.micro_batches) for about in seen.about.values()}
     stages = stage_times(seen)
     if len(schedules) != 1 or len(stages) != seen.num_stages or len(stages) < 2 or not seen.of_one_depth:
@@ -281,7 +281,7 @@ def unbalanced_cut(seen: Recording) -> list[Finding]:
 
 
 def stage_times(seen: Recording) -> list[float]:
-    """Return what a usual replica of each stage computes in an update, in microseconds."""
+    """Return the microseconds of own time that a typical replica of each stage needs for an update."""
     own = defaultdict(list)
     for worker, series in seen.series.items():
         own[worker.stage].append(statistics.median(series.own()))
@@ -289,12 +289,12 @@ def stage_times(seen: Recording) -> list[float]:
 
 
 def _transfer(seen: Recording, meeting: Meeting) -> float:
-    """Return what the member that came last spent on the meeting."""
+    """Return the microseconds that the last member to come spent on the meeting."""
     return min(stood_still(seen, worker, at) for worker, at in meeting)
 
 
 def _total(series: Iterable[Series]) -> float:
-    """Return the microseconds of all their updates."""
+    """Return the microseconds of all updates in ``series``."""
     return 1e6 * sum(each.seconds() for each in series)
 
 

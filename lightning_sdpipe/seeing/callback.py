@@ -1,4 +1,4 @@
-"""Callback that logs what the workers of a run do to the loggers of its Trainer."""
+"""A callback that logs what a run's workers do to the Trainer's loggers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_sdpipe.seeing.following import Follower
 
 _ANSWER_WITHIN = 5.0
 _KEPT = 128
-"""Number of newest updates in which findings are looked for, beside rank 0's training."""
+"""Number of newest updates that are searched for findings; few, since this runs beside rank 0's training."""
 _LAST_WITHIN = 1.0
-"""Seconds for which the end of training waits for an answer."""
+"""Seconds that the end of training waits for an answer."""
 _SHARES = {
     "own": tuple(range(meter.OWN)),
     "waits_for_pipeline": (meter.WAIT_UP, meter.WAIT_DOWN, meter.SEND, meter.WAIT_STAGE),
@@ -27,19 +27,19 @@ _SHARES = {
 
 
 class RunMetrics(Callback):
-    """Logs what all workers do: ``trainer.logger`` gets ``sdpipe/samples_per_second``, ``sdpipe/findings``,
-    ``sdpipe/blind`` and, as shares of the time of each stage's workers since the last time,
-    ``sdpipe/stage_0/own``, ``…/waits_for_pipeline``, ``…/waits_for_replicas`` and ``…/exchange``.
+    """Logs what all workers do: the Trainer's loggers get ``sdpipe/samples_per_second``, ``sdpipe/findings``,
+    ``sdpipe/blind`` and, as shares of the time of each stage's workers since the last answer, ``sdpipe/stage_0/own``,
+    ``…/waits_for_pipeline``, ``…/waits_for_replicas`` and ``…/exchange``.
 
-    Rank 0 asks the scheduler in a thread, and logs the answer, for the step in which it asked, at the end of the first
-    batch after the answer came: no step waits for it, no logger is called by two threads, and nothing is reduced among
-    workers. While a question is not answered, no other is asked.
+    Rank 0 asks the scheduler in a thread. It logs the answer at the end of the first batch after the answer came, for
+    the step at which it asked: no step waits for it, no logger is called by two threads, and nothing is reduced among
+    workers. It asks nothing more until it has an answer.
 
     Args:
         every: number of optimizer steps between two questions.
 
     Raises:
-        ConfigurationError: ``every`` is not a number of at least 1; or, when training begins, the strategy has no
+        ConfigurationError: ``every`` is not an integer of at least 1; or, when training begins, the strategy has no
             scheduler.
     """
 
@@ -92,7 +92,7 @@ class RunMetrics(Callback):
     def _ask(self, follower: Follower) -> None:
         try:
             recording, _ = follower.poll(_ANSWER_WITHIN)
-        except SchedulerError:  # training itself finds this out; unknown metrics are not logged
+        except SchedulerError:  # training notices this itself; unknown metrics are not logged
             self._metrics = {}
             return
         found = findings(recording)

@@ -1,4 +1,4 @@
-"""The command ``sdpipe status``: the state of a run, from its scheduler or from a log."""
+"""The command ``sdpipe status``: shows the state of a run, from its scheduler or from a log."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_sdpipe.seeing.page import HEALTHY, exit_status, text, to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_log
 
 _ELSEWHERE = 1.0
-"""Seconds in which a scheduler of another host must answer to be shown."""
+"""Seconds within which a scheduler on another host must answer to be listed."""
 _OF_A_CORE, _WATCHED = 0.05, 256
-"""Largest share of a core that ``--watch`` may take, beside a refresh a second; and least number of updates of each
-worker that it examines, of which up to twice as many are kept."""
+"""Largest share of a core that ``--watch`` may take, which may slow refreshes down; and number of each worker's newest
+updates that it examines, of which up to twice as many are kept."""
 
 Look = Callable[[], tuple[Recording, Status | None]]
 
@@ -113,10 +113,10 @@ def _watch(look: Look, seconds: float) -> None:
 
 
 def scheduler_of(address: str | None, key_file: Path | None) -> tuple[str, WorkerKeys | None, RunFile | None]:
-    """Return the scheduler's address, the keys that open it, and its run if that can be found from here.
+    """Return the scheduler's address, the keys that open it, and its run if this host knows it.
 
     Raises:
-        ConfigurationError: ``address`` is none, or none is given, and there is not exactly one scheduler.
+        ConfigurationError: ``address`` is not an address; or it is None, and there is not exactly one scheduler.
     """
     if address is not None and "://" not in address:
         raise ConfigurationError(f"{address} is not the address of a scheduler, like tcp://10.0.0.1:5555")

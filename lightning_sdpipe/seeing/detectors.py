@@ -1,9 +1,9 @@
-"""Detectors of slow workers in a recording, and whether the recording says enough to tell.
+"""Detects slow workers in a recording, or tells that the recording says too little.
 
-The functions are pure. A worker's own time contains no wait for another one, so that in an all-reduce, where all
-updates are equally long, the slow worker's own time is long and that of the others is not. It is compared with that of
-its replicas *in the same stretch of time*, as what slows a whole machine slows them alike. Eight blocks of eight
-updates give eight such ratios; their median must be large, and large against their scatter, in three successive looks.
+The functions are pure. A worker's own time contains no wait for another one. So in an all-reduce, where all updates are
+equally long, the slow worker's own time is long and that of the others is not. It is compared with that of its replicas
+*in the same stretch of time*, since what slows a whole machine slows them alike. Eight blocks of eight updates give
+eight ratios of own times; their median must be large, and large against their scatter, in three successive looks.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from lightning_sdpipe.seeing.finding import FOR_CAUSE, Advice, Charge, Finding, 
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 BLOCK, BLOCKS = 8, 8
-"""Number of updates of a block, and number of blocks of one look."""
+"""Number of updates in a block, and number of blocks in one look."""
 STEP, LOOKS = 16, 3
 """Number of updates from look to look, and number of successive looks that must agree."""
 NAMED, CLEARED = 1.15, 1.10
-"""Factor by which a slow worker's own time exceeds that of its replicas; below the second one it is slow no longer."""
+"""Ratio of own times, worker to replicas, from which on a worker is slow, and below which it no longer is."""
 CERTAINTY = 4.0
-"""Number of standard errors by which the mean must be above 0."""
+"""Number of standard errors by which the mean of the logarithms must exceed 0."""
 NEEDS = BLOCK * BLOCKS + STEP * (LOOKS - 1)
 """Number of updates until a worker can be named."""
 _MOST_OF_IT = 0.8
-"""Share of the excess from which on one phase is its cause."""
+"""Share of the excess from which on a phase counts as its cause."""
 _HALF = 0.5
 _ENOUGH_SEEN = 0.8
 """Share of the active workers whose state must be known."""
 _INTERVALS = 3
 _SHORTEST_INTERVAL = 1.0
-"""Seconds between heartbeats."""
+"""Least seconds between heartbeats."""
 
 
 @dataclass(frozen=True)
 class _Slow:
-    """A worker that is slow by ``ratio``, in its updates ``start`` to ``stop``; the looks that say so began at
-    ``begun``, and ended at ``since``."""
+    """A worker that is slow by ``ratio`` in its updates ``start`` to ``stop``. The first look that found it slow covers
+    the time from ``begun`` to ``since``."""
 
     worker: Worker
     ratio: float
@@ -76,8 +76,8 @@ def abstains(recording: Recording) -> str | None:
 
 
 def compute_straggler(recording: Recording) -> list[Finding]:
-    """Find the workers whose own time is longer than that of their replicas; where all of at least two workers of a
-    host are slow, one finding covers the host."""
+    """Find the workers whose own time is longer than that of their replicas. If a host has at least two workers and all
+    are slow, one finding covers the host."""
     slow = {worker: each for worker in sorted(recording.series) if (each := _slow(recording, worker))}
     by_host = defaultdict(list)
     for worker in recording.series:
@@ -91,7 +91,7 @@ def compute_straggler(recording: Recording) -> list[Finding]:
 
 
 def blind(recording: Recording) -> list[Finding]:
-    """Find out whether so little is known of the active workers that the run may not be taken for healthy."""
+    """Find whether too little is known of the active workers to call the run healthy."""
     series, active, now = recording.series, recording.active, recording.now
     found = []
     lengths = [sum(us) / 1e6 for worker in active if worker in series for us in series[worker].us[-8:]]
@@ -138,15 +138,15 @@ def _slow(recording: Recording, worker: Worker) -> _Slow | None:
 
 
 def _comparable(recording: Recording, worker: Worker) -> int:
-    """Return the number of updates that can be compared: others may have nothing to train meanwhile, as where each
-    pipeline trains a shard and waits for the slowest one at the end of an epoch."""
+    """Return the number of updates that can be compared. Replicas may have made none in the meantime, for example if
+    each pipeline trains a shard and waits for the slowest at the end of an epoch."""
     mine, others = recording.series[worker], [recording.series[other] for other in recording.replicas(worker)]
     return len(mine) - BLOCK * _log_ratios(mine, others).count(None)
 
 
 def _log_ratios(mine: Series, others: Sequence[Series]) -> list[float | None]:
-    """Return for each block of updates the logarithm of their median own time over that of other workers' updates that
-    ended meanwhile; None where none did."""
+    """Return, for each block of updates, the logarithm of the ratio of its median own time to that of the other
+    workers' updates that ended in the meantime; None if none did."""
     own, theirs = mine.own(), [(other.ends, other.own()) for other in others]
     ratios: list[float | None] = []
     for start in range(0, len(mine) - BLOCK + 1, BLOCK):
@@ -164,7 +164,7 @@ def _log_ratios(mine: Series, others: Sequence[Series]) -> list[float | None]:
 
 
 def _cost(recording: Recording, slow: Sequence[_Slow]) -> Charge:
-    """Return the cost of these workers' pipelines, since they are slow."""
+    """Return the cost of these workers' pipelines since they became slow."""
     found = costs(recording, min(each.begun for each in slow))
     return sum((found[pipeline] for pipeline in {each.worker.pipeline for each in slow}), Charge())
 
@@ -235,8 +235,8 @@ def _of_worker(recording: Recording, slow: _Slow) -> Finding:
 
 
 def _means(series: Series, start: int, stop: int) -> list[float]:
-    """Return the means of these updates: microseconds of each own phase, and those without a core; empty if there are
-    none."""
+    """Return the mean microseconds of these updates in each own phase and without a core; empty if there are no
+    updates."""
     if start >= stop:
         return []
     own = [statistics.fmean(us[phase] for us in series.us[start:stop]) for phase in range(OWN)]

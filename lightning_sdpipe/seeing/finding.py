@@ -1,13 +1,13 @@
-"""Results of detectors: a finding, its cost, and advice; and the costs of slow pipelines for the others, from the rows
+"""Results of detectors: a finding, its cost, and advice. The costs of slow pipelines for the others come from the rows
 of all workers.
 
 The functions are pure. The members of a group wait until the last one has come. The member that stood still least came
-last, and is charged what each of the others stood still beyond that. If it had been held up itself, in its last group,
-it passes the charge on to the members that it waited for there, up to the length of that wait; else a chain of pairs
-would hide half of what its slowest member costs.
+last, and is charged the time that each of the others stood still beyond that. If it had been held up itself in its last
+group, it passes the charge on to the members that held it up there, up to the length of that wait; else a chain of
+pairs would hide half of what its slowest member costs.
 
-Within a pipeline, a stage waits for a slow one whatever the groups: the time for which a pipeline's workers wait for
-its stages, beyond that of other pipelines, is charged to it, too.
+Within a pipeline, stages wait for a slow one whatever the groups. So a pipeline is also charged the time that its
+workers wait for its stages beyond that of other pipelines.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from lightning_sdpipe.seeing.recording import Recording
 
 FOR_STAGES = (*FOR_NEIGHBOURS, WAIT_STAGE)
 Meeting = Sequence[tuple[Worker, int]]
-"""Workers of a stage that met, each with the place of its update in its series."""
+"""Workers of a stage that met, each with the index of its update in its series."""
 
 SCHEDULES = ("1f1b", "gpipe", "pipedream")
 """Schedules for which the time of an update follows from the times of the stages."""
 RECENT, LEAST = 192, 64
-"""Number of newest updates of each worker that are examined, and least number of which anything is said."""
+"""Number of each worker's newest updates that are examined, and the least number for a finding."""
 WARNING, CRITICAL = 0.03, 0.10
-"""Shares of all workers' time for which they stood still because of a finding, from which on it is a warning, or
-critical."""
+"""A finding is a warning, or critical, from these shares on of all workers' time that they stood still because of
+it."""
 
 
 @dataclass(frozen=True)
 class Charge:
-    """Shares of all workers' time: the time for which other workers ``stood`` still, and the time that the slow one
-    ``lacks``, which it computed longer than others of its stage. Without both, the run would be 1/(1 − stood − lacks)
+    """Shares of all workers' time: the time that other workers ``stood`` still, and the time that the slow one
+    ``lacks``, since it computed longer than others of its stage. Without both, the run would be 1/(1 − stood − lacks)
     times as fast."""
 
     stood: float = 0.0
@@ -49,15 +49,15 @@ class Charge:
 
     @property
     def gain(self) -> float:
-        """Factor by which the run would be faster."""
+        """Ratio of the run's speed without this charge to its speed."""
         return 1 / max(1e-3, 1 - self.stood - self.lacks)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice on a finding. ``python`` is what to write in a script, and ``override`` the same on the command line of
-    recipes/; both are empty where no argument does it. ``gain`` is the largest factor by which the run would have been
-    faster; None where it is unknown."""
+    """Advice on a finding. ``python`` is what to write in a script, and ``override`` the same for the command line of
+    recipes/; both are empty if no argument does it. ``gain`` is the largest ratio of the speed with this advice to the
+    present one; None if unknown."""
 
     text: str
     python: str = ""
@@ -69,8 +69,8 @@ class Advice:
 class Finding:
     """An observation about ``workers``, from a moment of the scheduler's clock on.
 
-    ``severity`` is ``"note"``, ``"warning"``, ``"critical"`` or ``"blind"``; ``evidence`` are the numbers behind it.
-    ``cost`` is None where it is unknown.
+    ``severity`` is ``"note"``, ``"warning"``, ``"critical"`` or ``"blind"``; ``evidence`` has the numbers behind it.
+    ``cost`` is None if unknown.
     """
 
     kind: str
@@ -89,32 +89,32 @@ FOR_CAUSE = {
     "gc": (Advice("keep garbage collection out of training: call gc.freeze() when it begins"),),
     "other": (Advice("look for a hook, callback or logger that takes long"),),
 }
-"""Advice by the cause of long own times, where there is any: a phase, or that the thread had no core."""
+"""Advice by the cause of long own times: a phase, or that the thread had no core."""
 
 
 def severity(cost: Charge | None) -> str:
-    """Return the severity by the time for which others stood still; a warning where that is not known."""
+    """Return the severity by the time that others stood still; a warning if that is unknown."""
     if cost is None or WARNING <= cost.stood < CRITICAL:
         return "warning"
     return "note" if cost.stood < WARNING else "critical"
 
 
 def recent(recording: Recording, least: int = LEAST) -> Recording:
-    """Return the newest updates of workers that have reported at least so many."""
+    """Return the newest updates of the workers that have reported at least ``least``."""
     enough = {worker: series.newest(RECENT) for worker, series in recording.series.items() if len(series) >= least}
     return replace(recording, series=enough)
 
 
 def update_time(stages: Sequence[float], micro_batches: int, schedule: str) -> float:
-    """Return the time of an update of a pipeline whose stages compute this long; see :data:`SCHEDULES`."""
+    """Return the time of an update, given the time that each stage computes; see :data:`SCHEDULES`."""
     if schedule == "pipedream":
         return max(stages)
     return (sum(stages) + (micro_batches - 1) * max(stages)) / micro_batches
 
 
 def bound(recording: Recording) -> float | None:
-    """Return how many times as fast the run would be if no pipeline waited for another: the rates that follow from the
-    workers' own times over the measured ones. None where that is unknown."""
+    """Return the ratio of the run's speed if no pipeline waited for another, which follows from the workers' own times,
+    to its measured speed; None if unknown."""
     alone = measured = 0.0
     for pipeline in {worker.pipeline for worker in recording.series}:
         stages = [series for worker, series in sorted(recording.series.items()) if worker.pipeline == pipeline]
@@ -128,7 +128,7 @@ def bound(recording: Recording) -> float | None:
 
 
 def meetings(recording: Recording) -> list[Meeting]:
-    """Return groups of at least two members with known rows, in the order in which they were decided. Where no worker
+    """Return the groups with known rows of at least two members, in the order in which they were decided. If no worker
     has waited for a group, gradients are averaged, and all replicas meet in each update."""
     by_sequence = any(group >= 0 for series in recording.series.values() for group in series.groups)
     met: defaultdict[tuple[int, int], list[tuple[Worker, int]]] = defaultdict(list)
@@ -140,7 +140,7 @@ def meetings(recording: Recording) -> list[Meeting]:
 
 
 def stood_still(recording: Recording, worker: Worker, at: int) -> float:
-    """Return the microseconds for which the worker stood still in this update for its group, the exchange included."""
+    """Return the microseconds that the worker stood still for its group in this update, the exchange included."""
     us = recording.series[worker].us[at]
     return us[WAIT_GROUP] + us[EXCHANGE]
 
@@ -169,10 +169,10 @@ def costs(recording: Recording, begun: float = -math.inf) -> dict[int, Charge]:
 
 
 def _charges(recording: Recording, begun: float) -> defaultdict[int, float]:
-    """Return the microseconds for which others stood still in their groups for each pipeline."""
+    """Return, for each pipeline, the microseconds that others stood still in their groups because of it."""
     charged: defaultdict[int, float] = defaultdict(float)
     held_up: dict[Worker, dict[int, float]] = {}
-    """Pipelines that held each worker up in its last group, and for how long."""
+    """Pipelines that held each worker up in its last group, and for how many microseconds."""
     for members in meetings(recording):
         still = {worker: stood_still(recording, worker, at) for worker, at in members}
         last = min(still, key=still.__getitem__)

@@ -1,4 +1,4 @@
-"""Repeated observation of a run: the scheduler is asked for each heartbeat's rows once."""
+"""Follows a run, asking the scheduler for each heartbeat's rows only once."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from lightning_sdpipe.seeing.recording import Recording, Series, add, of_answers
 
 KEPT = 1024
 NEWEST = 256
-"""Number of newest chunks of each worker that suffice for one look: some minutes, or more where updates are slow."""
+"""Number of each worker's newest chunks that suffice for one look: some minutes, or more if updates are slow."""
 
 
 class Follower:
-    """Follows the run of the scheduler at ``address``, from the oldest rows that this still has.
+    """Follows the run of the scheduler at ``address``.
 
     Args:
         address: address of the scheduler.
         keys: keys that open it.
-        kept: number of newest updates of each worker in which findings are looked for; up to twice as many are kept.
-        newest: number of newest chunks of each worker that are asked for at first; None for all.
+        kept: number of each worker's newest updates that are kept for findings; at times, up to twice as many are.
+        newest: number of each worker's newest chunks to ask for at first; None for all that the scheduler still has.
     """
 
     def __init__(self, address: str, keys: WorkerKeys | None, kept: int = KEPT, newest: int | None = None) -> None:
         self.address, self._keys, self._kept, self._newest = address, keys, kept, newest
         self.totals: dict[Worker, list[int]] = {}
-        """Number of updates that a worker has reported over all its lives, and the microseconds of each phase."""
+        """For each worker, the number of updates reported over all its lives, and the microseconds of each phase."""
         self._series: dict[Worker, Series] = {}
         self._next: int | None = None
         self._lost = 0
         self._starts: list[float] = []
-        """When the scheduler was started, and started again, in seconds of its clock."""
+        """When the scheduler was started and restarted, in seconds of its clock."""
 
     def poll(self, timeout: float) -> tuple[Recording, Status]:
-        """Return the present state of the run, each of whose parts must come within ``timeout`` seconds. What came
-        before one that did not is kept, and not asked for again.
+        """Return the present state of the run. Each of several answers must come within ``timeout`` seconds; answers
+        before one that does not are kept, and not asked for again.
 
         Raises:
-            SchedulerError: the scheduler does not answer in time, or is of another version.
+            SchedulerError: the scheduler does not answer in time, or has another version.
         """
         status = ask(m.Ask("status"), m.StatusReply, self.address, credentials=self._keys, timeout=timeout).status
         first = 0 if self._newest is None else -self._newest * max(1, len(status.workers()))

@@ -1,4 +1,4 @@
-"""The page about a run, alive or over: one template with drawings in SVG, which loads nothing and works without
+"""The page about a live or finished run: one template with SVG drawings, which loads nothing and works without
 scripts."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightning_sdpipe.seeing.recording import Recording
 MOST_WORKERS = 64
 """Largest number of workers that are shown one by one."""
 STRETCHES, OF_UPDATES = 60, 8
-"""Largest number of parts of the run whose speed is shown, and least number of updates of each."""
+"""Largest number of stretches of the run whose speed is shown, and the least number of updates in each."""
 MOST_PARTS = 6000
-"""Largest number of parts of all lanes together."""
+"""Largest number of parts in all lanes together."""
 COLOURS = dict(
     zip(
         PHASES,
@@ -37,7 +37,7 @@ DOES = {
     "waits for replicas": "#f6a21e",
     "waits for its pipeline": "#ffd9a0",
 }
-"""What a worker does at a time, with its colour."""
+"""Activities of a worker, with their colours."""
 SCRIPT = """setInterval(async () => {
   try {
     const page = new DOMParser().parseFromString(await (await fetch(location)).text(), "text/html");
@@ -49,14 +49,14 @@ SCRIPT = """setInterval(async () => {
     if (focus) document.querySelector(`#${focus} > summary`)?.focus();
   } catch { document.body.className = "left"; }
 }, 2000);"""
-"""Asks for the page again and leaves open what is open."""
+"""Reloads the page, and leaves open details open."""
 _EXCHANGE, _WAIT_GROUP = PHASES.index("exchange"), PHASES.index("wait_group")
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What one worker does over time: for each thing that it ``does`` the path of its shares, from 0 to 1 along the
-    time of the run and from 0 to 1 across; and marks, like ``("was lost", 0.2, "pipeline 1 was lost after 28 s")``."""
+    """What one worker does over time: ``does`` has, for each activity, the SVG path of its shares, from 0 to 1 along
+    the run and from 0 to 1 across; marks are like ``("was lost", 0.2, "pipeline 1 was lost after 28 s")``."""
 
     name: str
     device: str
@@ -65,14 +65,14 @@ class Lane:
 
 
 def lanes(recording: Recording) -> list[Lane]:
-    """Return a lane for each worker, with the ends and beginnings of its lives."""
+    """Return a lane for each worker, with marks where its lives end and begin."""
     workers = sorted(recording.series, key=lambda worker: (worker.pipeline, worker.stage))[:MOST_WORKERS]
     begun = _begun(recording)
     return [_lane(recording, worker, begun, MOST_PARTS // max(25, len(workers))) for worker in workers]
 
 
 def _begun(recording: Recording) -> float:
-    """Return when the drawings begin: with the scheduler, or with rows of one that was there before it."""
+    """Return when the drawings begin: when the scheduler did, or with the first row if that is earlier."""
     firsts = (life.begun() for series in recording.series.values() for life in series.lives if len(life))
     return min([recording.begun or math.inf, *firsts, recording.now])
 
@@ -90,7 +90,7 @@ def _lane(recording: Recording, worker: Worker, begun: float, parts: int) -> Lan
                 for kind, seconds in enumerate(spent):
                     shares[at][kind] += seconds * within / (whole or 1.0) / long
     paths, w = [], 1 / parts
-    scaled = [(at, of, max(1.0, sum(of))) for at, of in enumerate(shares)]  # clocks differ a little from row to row
+    scaled = [(at, of, max(1.0, sum(of))) for at, of in enumerate(shares)]  # rows may overlap a little
     for kind, name in enumerate(DOES):
         drawn = [(at * w, sum(of[:kind]) / full, of[kind] / full) for at, of, full in scaled if of[kind] > 0.01]
         paths.append((name, "".join(f"M{x:.4f} {low:.2f}h{w:.4f}v{high:.2f}h-{w:.4f}z" for x, low, high in drawn)))
@@ -108,7 +108,7 @@ def _lane(recording: Recording, worker: Worker, begun: float, parts: int) -> Lan
 
 
 def restarts(recording: Recording) -> list[tuple[float, str]]:
-    """Return where on the time of the run its scheduler was started again, from 0 to 1, with words for it."""
+    """Return when the scheduler was restarted, from 0 to 1 along the run, with a description."""
     begun = _begun(recording)
     long = recording.now - begun or 1.0
     return [
@@ -119,8 +119,8 @@ def restarts(recording: Recording) -> list[tuple[float, str]]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing with a legend: ``lines`` through points (x, y), and ``boxes`` from (left, bottom) to (right, top), both
-    by name."""
+    """A drawing with a legend: ``lines`` through points (x, y), and ``boxes`` (left, bottom, right, top), both by
+    name."""
 
     title: str
     x: str
@@ -128,7 +128,7 @@ class Chart:
     lines: Sequence[tuple[str, Sequence[tuple[float, float]]]] = ()
     boxes: Sequence[tuple[str, Sequence[tuple[float, float, float, float]]]] = ()
     until: float | None = None
-    """Right end of the x axis, of a drawing below the lanes."""
+    """Right end of the x axis, for a drawing below the lanes."""
 
     @property
     def names(self) -> list[str]:
@@ -197,9 +197,9 @@ def page(
         recording: the run.
         charts: drawings of details.
         facts: a line about the run, below the title.
-        silence: reason why nothing new is known, if so.
+        silence: why nothing new is known; empty if something is.
         scheduler: the scheduler's page, as text.
-        live: whether a browser asks for the page again and again.
+        live: whether a browser reloads the page regularly.
     """
     import jinja2
 
@@ -242,7 +242,7 @@ def page(
 
 
 def ticks(length: float) -> list[float]:
-    """Return round numbers from 0 to ``length``, three to six of them."""
+    """Return three to six round numbers from 0 to ``length``."""
     digit = 10 ** math.floor(math.log10(length or 1.0))
     step = next(step * digit for step in (0.2, 0.25, 0.5, 1, 2) if length < 5.5 * step * digit)
     return [number * step for number in range(int(length / step + 1e-9) + 1)]

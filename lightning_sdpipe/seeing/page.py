@@ -1,5 +1,5 @@
-"""View of a run, :func:`to_plain`, of which all forms are made: JSON, text here, and the page of ``html.py``. And the
-last line of a run."""
+"""The view of a run, :func:`to_plain`, from which all forms are made: JSON, text here, and the page of ``html.py``; and
+the last line of a run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lightning_sdpipe.seeing.following import NEWEST, Follower
 from lightning_sdpipe.seeing.recording import Recording, Series
 
 SCHEMA = 3
-"""Version of the result of :func:`to_plain`; it grows where a key has gone, or has another meaning."""
+"""Version of the result of :func:`to_plain`; it grows when a key goes or changes its meaning."""
 LAST_LINE_WITHIN = 1.0
-"""Seconds in which a run prints its last line, or none."""
+"""Seconds within which the scheduler must answer for a run to print its last line."""
 HEALTHY = 0
 EXIT = {"blind": 12, "critical": 11, "warning": 10}
 """Exit statuses of ``sdpipe status --once``, the gravest first; a traceback's is 1."""
 GOING_ON = ("starting", "training", "validating", "waiting")
-"""States of a run that is not over."""
+"""States of an unfinished run."""
 IN_ONE_LINE = ("failed", "blind", "compute_straggler", "slow_host")
-"""Kinds of findings that the last line of a run words rather than others, even if they cost little."""
+"""Kinds of findings that come first in the last line of a run, even if they cost little."""
 
 _WIDTH = 40
 RECENT = 64
-"""Number of updates of a bar."""
+"""Number of updates in a bar."""
 _LETTERS = dict(zip(PHASES, "-dfboig^v>|.x", strict=True))
 MEANINGS = {
     "other": "anything else",
@@ -58,8 +58,8 @@ def exit_status(found: Sequence[Finding]) -> int:
 
 
 def to_plain(recording: Recording, status: Status | None, found: Sequence[Finding] | None = None) -> dict[str, Any]:
-    """Return the view of a run in plain values, for JSON and all other forms. Findings are looked for if ``found`` is
-    not given."""
+    """Return the view of a run in plain values, for JSON and all other forms. Without ``found``, the findings are
+    computed here."""
     found = findings(recording) if found is None else found
     rate, why = recording.samples_per_second(), abstains(recording)
     plain: dict[str, Any] = {} if status is None else status_page.to_plain(status)
@@ -92,7 +92,7 @@ def to_plain(recording: Recording, status: Status | None, found: Sequence[Findin
 
 
 def text(plain: dict[str, Any], status: Status | None) -> str:
-    """Return a page of text of the view ``plain``."""
+    """Return the view ``plain`` as a page of text."""
     grave, notes = (
         [each for each in plain["findings"] if (each["severity"] == "note") is note] for note in (False, True)
     )
@@ -127,7 +127,7 @@ def _head(plain: dict[str, Any]) -> list[str]:
 
 
 def lasted(seconds: float) -> str:
-    """Return a length of time in its two largest units."""
+    """Format a duration in its two largest units."""
     minutes, hours = divmod(round(seconds), 60)[0], int(seconds) // 3600
     if hours:
         return f"{hours} h {minutes % 60} min"
@@ -157,7 +157,7 @@ def _bars(workers: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
-    """Return letters of phases, as many of each as its share; the largest remainders get the remaining places."""
+    """Return a bar of letters, as many for each phase as its share; the largest remainders get the places left."""
     total = sum(shares)
     if total <= 0:
         return ""
@@ -170,7 +170,7 @@ def bar(shares: Sequence[float], width: int = _WIDTH) -> str:
 
 
 def last_line(address: str, keys: WorkerKeys | None) -> str | None:
-    """Return rank 0's line at the end of a run; None if the scheduler does not answer soon."""
+    """Return the line that rank 0 prints at the end of a run; None if the scheduler does not answer in time."""
     try:
         recording, _ = Follower(address, keys, newest=NEWEST).poll(LAST_LINE_WITHIN)
     except SchedulerError:  # training has succeeded in any case
@@ -179,8 +179,8 @@ def last_line(address: str, keys: WorkerKeys | None) -> str | None:
 
 
 def in_one_line(recording: Recording, found: Sequence[Finding] | None = None) -> str:
-    """Return the run's speed, which worker was slow or what else held it up, and what to pass; further findings are
-    counted, and those of little cost left out."""
+    """Return one line: the run's speed, the slow worker or whatever else held the run up, and the best advice. Further
+    findings are counted, except those of little cost."""
     found = findings(recording) if found is None else found
     named = [finding for finding in found if finding.kind in IN_ONE_LINE]
     costly = [finding for finding in found if finding.severity != "note" and finding not in named[:1]]
@@ -236,7 +236,7 @@ def _ended(recording: Recording) -> str | None:
 
 
 def _doing_to_plain(recording: Recording) -> dict[str, Any] | None:
-    """Return what the furthest pipeline does, with the time that is left for the one that says most."""
+    """Return what the furthest pipeline does, with the longest time left that a worker reports."""
     there = [doing for worker, doing in sorted(recording.doing.items()) if worker not in recording.gone]
     if not there:
         return None
@@ -251,7 +251,7 @@ def _doing_to_plain(recording: Recording) -> dict[str, Any] | None:
 
 
 def _pipelines_to_plain(recording: Recording) -> dict[str, Any]:
-    """Return how many pipelines train, of how many that ever did or were lost; and which were lost, and since when."""
+    """Return how many pipelines train, how many ever did or were lost, and how long ago each lost one was lost."""
     gone = {worker.pipeline: recording.now - since for worker, since in sorted(recording.gone.items())}
     ever = {worker.pipeline for worker in (*recording.series, *recording.active)} | gone.keys()
     return {

@@ -1,4 +1,4 @@
-"""Recording of a run's updates, from a scheduler's answers or from a log."""
+"""A recording of a run's updates, from a scheduler's answers or from a log."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from lightning_sdpipe.scheduler.rows import About, Chunk, Doing
 @dataclass
 class Series:
     """The updates of one worker since it last joined as a new client, oldest first. A row of several updates counts as
-    that number of equal ones.
+    that many equal ones.
 
-    ``numbers`` are those of the updates, ``ends`` seconds of the scheduler's clock, ``us`` microseconds of each phase,
-    ``core`` those without a core, and ``groups`` the sequence of the awaited group, -1 for none.
+    For each update there are its ``numbers``, its ``ends`` in seconds of the scheduler's clock, the microseconds ``us``
+    of each phase and ``core`` without a core, and in ``groups`` the sequence number of the awaited group, -1 for none.
     """
 
     life: int
@@ -38,9 +38,9 @@ class Series:
     groups: list[int] = field(default_factory=list)
     dropped: int = 0
     made: int = 0
-    """Number of updates of this life, with those that are kept no longer."""
+    """Number of updates in this life, including those no longer kept."""
     earlier: tuple[Series, ...] = ()
-    """Those of the worker's lives that have ended."""
+    """The worker's earlier lives."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -65,7 +65,7 @@ class Series:
             self.made += row.count
 
     def copy(self) -> Series:
-        """Return the same updates, to which :meth:`add` adds no more."""
+        """Return a copy, which later calls of :meth:`add` do not change."""
         lists: dict[str, Any] = {
             each.name: [*value] for each in fields(self) if isinstance(value := getattr(self, each.name), list)
         }
@@ -89,11 +89,11 @@ class Series:
         return (*self.earlier, self)
 
     def begun(self, at: int = 0) -> float:
-        """Return when that update began."""
+        """Return when update ``at`` began."""
         return self.ends[at] - sum(self.us[at]) / 1e6
 
     def own(self) -> list[float]:
-        """Return the microseconds of each update that were no wait for another worker."""
+        """Return each update's microseconds of own time, without waits for other workers."""
         return [sum(us[:OWN]) for us in self.us]
 
     def seconds(self) -> float:
@@ -105,8 +105,8 @@ class Series:
 class Recording:
     """A run up to ``now``, in seconds of the scheduler's clock.
 
-    ``active`` has the workers that take part, and since when; if none does any more, all that have. ``lost`` says which
-    part of the run is missing, if any; ``failure``, why the run is over.
+    ``active`` has the workers that take part, and since when; in a log in which all have left, all workers. ``lost``
+    says which part of the run is missing, if any; ``failure`` why the run failed.
     """
 
     num_stages: int
@@ -119,9 +119,9 @@ class Recording:
     over: bool = False
     """Whether the recording is final."""
     policy: dict[str, Any] = field(default_factory=dict)
-    """Policy of the scheduler, as plain values."""
+    """The scheduler's policy, as plain values."""
     reasons: dict[int, str] = field(default_factory=dict)
-    """Reasons of groups, by their sequence, as far as known."""
+    """Reasons of groups, by sequence number, as far as known."""
     state: str = "training"
     """What the run does, or how it ended."""
     begun: float = 0.0
@@ -129,14 +129,14 @@ class Recording:
     gone: dict[Worker, float] = field(default_factory=dict)
     """Workers that were lost and have not come back, and since when."""
     doing: dict[Worker, Doing] = field(default_factory=dict)
-    """Activities of the workers that are there; in a log, the last of each."""
+    """What each present worker does; in a log, what each did last."""
     restarts: tuple[float, ...] = ()
-    """When its scheduler was started again."""
+    """When its scheduler was restarted."""
     clock: float = 0.0
-    """What the wall clock shows when the scheduler's shows 0, in seconds since 1970."""
+    """The wall clock's time, in seconds since 1970, when the scheduler's clock shows 0."""
 
     def replicas(self, worker: Worker) -> list[Worker]:
-        """Return other workers of the same stage that have reported updates, in pipelines of as many stages."""
+        """Return the other workers of the same stage that have reported updates, in pipelines of the same depth."""
         depths = self._depths()
         return [
             other
@@ -148,7 +148,7 @@ class Recording:
 
     @property
     def of_one_depth(self) -> bool:
-        """True if all pipelines have as many stages."""
+        """True if all pipelines have the same number of stages."""
         return len({*self._depths().values()}) <= 1
 
     def _depths(self) -> dict[int, int]:
@@ -159,13 +159,13 @@ class Recording:
         return depths
 
     def name(self, worker: Worker) -> str:
-        """Return the name of ``worker`` for people."""
+        """Return a readable name of ``worker``."""
         about = self.about.get(worker)
         return f"stage {worker.stage} of pipeline {worker.pipeline}" + ("" if about is None else f" ({about})")
 
     def samples_per_second(self) -> float | None:
-        """Return the samples per second of all pipelines together while they trained, without sync points; None if the
-        size of a batch is not known."""
+        """Return the samples per second of all pipelines together while they trained, without sync points; None if a
+        batch size is unknown."""
         rate, depths = 0.0, self._depths()
         for worker, series in self.series.items():
             about = self.about.get(worker)
@@ -179,8 +179,8 @@ class Recording:
 def of_answers(
     status: Status, reply: m.RowsReply, series: dict[Worker, Series], lost: str, starts: Sequence[float]
 ) -> Recording:
-    """Return the recording from a scheduler's answers, with the workers' updates ``series``. The scheduler has set out
-    at ``starts``."""
+    """Return the recording from a scheduler's answers, with the workers' updates ``series``. ``starts`` has the times
+    when the scheduler was started and restarted."""
     active = {
         Worker(j, i): reply.now - (stage.joined[i] or 0.0)
         for j, stage in enumerate(status.stages)
@@ -203,7 +203,7 @@ def of_answers(
         state = f"failed: {failure}"
     elif members is not None and members.held:
         state = f"waiting: {members.held}"
-    elif active or doing:  # all leave the policy for a validation
+    elif active or doing:  # for a validation, all workers leave the policy
         state = "validating" if any(each.what == "validating" for each in doing.values()) else "training"
     else:
         state = "stopped" if gone else "finished" if any(status.workers()) else "starting"
@@ -236,7 +236,7 @@ def of_log(path: Path) -> Recording:
 
 
 def last_run(records: Sequence[Record]) -> list[Record]:
-    """Return those of ``records`` that are of the last one's run: a scheduler that was started again has found the same
+    """Return the ``records`` of the last run: a restarted scheduler continues a run if it has found the same
     processes."""
     run = [records[-1]]
     for record in reversed(records[:-1]):
@@ -251,7 +251,7 @@ def _processes(record: Record) -> set[tuple[Worker, int]]:
 
 
 def of_records(records: Sequence[Record]) -> Recording:
-    """Return the final recording of a run, of which each of its schedulers has written a record."""
+    """Return the final recording of a run, from the record of each start of its scheduler."""
     first, last = records[0].beginning, records[-1]
     entries = [entry for record in records for entry in record.entries]
     updates = [update for record in records for update in record.updates]
@@ -293,7 +293,7 @@ def of_records(records: Sequence[Record]) -> Recording:
 
 
 def _wall_clock(beginning: Beginning) -> float:
-    """Return what the wall clock showed when the scheduler's showed 0."""
+    """Return the wall clock's time when the scheduler's clock showed 0."""
     return datetime.datetime.fromisoformat(beginning.time).timestamp() - beginning.at
 
 
@@ -304,7 +304,7 @@ def _ended(ever: set[Worker], left: set[Worker], gone: dict[Worker, float]) -> s
 
 
 def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
-    """Return the updates of each worker, apart by life, since a restarted worker is a new one."""
+    """Return the updates of each worker, separated by life, since a restarted worker is a new one."""
     found: dict[Worker, Series] = {}
     for chunk in chunks:
         add(found, chunk)
@@ -312,7 +312,7 @@ def series_of(chunks: Iterable[Chunk]) -> dict[Worker, Series]:
 
 
 def add(found: dict[Worker, Series], chunk: Chunk) -> bool:
-    """Add the rows of ``chunk`` to those of its worker; False if they are of another version."""
+    """Add the rows of ``chunk`` to its worker's series; return False if they have another version's phases."""
     if any(len(row.us) != len(PHASES) for row in chunk.rows):
         return False
     series = found.get(chunk.worker)

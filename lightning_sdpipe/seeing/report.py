@@ -1,4 +1,4 @@
-"""``sdpipe report``: one file about a finished run, to keep or to send: findings, phases, speed, groups and lag."""
+"""``sdpipe report``: writes one file about a finished run, to keep or send: findings, phases, speed, groups and lag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sdpipe.seeing.recording import Recording, last_run, of_records
 from lightning_sdpipe.simulate.run import lags
 
 MOST_LAGS = 10_000_000
-"""Largest number of comparisons of models for lags: more take many seconds."""
+"""Largest number of comparisons of models for lags; more would take many seconds."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,13 +62,13 @@ def write(log: Path, output: Path) -> None:
 
 
 def _method(record: Record, recording: Recording) -> str:
-    """Return the method as workers say it; if none has told it, the scheduler's policy."""
+    """Return the method that workers report; if none does, the scheduler's policy."""
     said = sorted({about.sync for about in recording.about.values()} - {""})
     return ", ".join(said or [policy_of(record.beginning.policy)])
 
 
 def _groups(record: Record) -> Iterator[Chart]:
-    """Yield the drawing of groups by size and reason; without groups, all meet in each update, or none does."""
+    """Yield the drawing of groups by size and reason; nothing if there were no groups."""
     sizes: dict[str, Counter[int]] = {}
     for entry in record.entries:
         for group in entry.decisions:
@@ -84,13 +84,13 @@ def _groups(record: Record) -> Iterator[Chart]:
 
 
 def _lag(record: Record) -> Iterator[Chart]:
-    """Yield the drawing of the lag between two sync points, at each of which all models become equal."""
+    """Yield the drawing of the lag of models between sync points, where all models become equal."""
     joined = [entry.event.worker.pipeline for entry in record.entries if isinstance(entry.event, Joined)]
     pipelines = 1 + max(joined, default=0)
     if record.beginning.num_stages * len(record.entries) * pipelines**2 > MOST_LAGS:
         return
     lines = []
-    for stage in range(1 if record.depths else record.beginning.num_stages):  # or groups are of whole pipelines
+    for stage in range(1 if record.depths else record.beginning.num_stages):  # or groups are whole pipelines
         points: list[tuple[float, float]] = []
         for at, steps in (point for part in _between_pauses(record) for point in lags(part, stage, pipelines)):
             points += [(at, points[-1][1] if points else steps), (at, steps)]
@@ -101,7 +101,7 @@ def _lag(record: Record) -> Iterator[Chart]:
 
 
 def _between_pauses(record: Record) -> Iterator[list[tuple[float, Event, list[Group]]]]:
-    """Yield events of policies while any worker takes part, in seconds since the beginning."""
+    """Yield the policy's events for each time during which workers take part, in seconds since the beginning."""
     active: set[Worker] = set()
     part: list[tuple[float, Event, list[Group]]] = []
     for entry in record.entries:

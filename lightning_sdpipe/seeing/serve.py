@@ -1,4 +1,4 @@
-"""``sdpipe serve``: a run as a web page, and as metrics for Prometheus, in a separate process."""
+"""``sdpipe serve``: shows a run as a web page and as metrics for Prometheus, from a separate process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
 
     address, keys, run = scheduler_of(options.address, options.key_file)
     follower = Follower(address, keys)
-    follower.poll(options.timeout)  # an unreachable scheduler is reported at once
+    follower.poll(options.timeout)  # reports an unreachable scheduler at once
     names = {"localhost", "127.0.0.1", "::1", options.host, socket.gethostname(), *options.allow_host}
     hosts = frozenset(name.lower() for name in names)
 

@@ -1,12 +1,13 @@
-"""Spans of the workers' newest updates, the messages between workers that belong together, and the differences of the
+"""Spans of the workers' newest updates, the two ends of each message between workers, and the differences of the
 workers' clocks, as far as these messages determine them.
 
-The functions are pure. No message arrives before it was sent. A message from a to b that was sent when a's clock showed
-s, and had come when b's showed r, says x_a + s ≤ x_b + r, where x is what must be added to a clock to get the
-scheduler's. So activations, which go down, bound the difference of two stages' clocks from one side, and gradients from
-the other; between a worker and the scheduler, a heartbeat and its previous answer do. The shortest paths through all
-such bounds are the narrowest that follow from them (systems of difference constraints: Cormen et al., Introduction to
-Algorithms, §24.4). Their middle is taken: it keeps every single bound, so that no arrow of a trace points back in time.
+The functions are pure. No message arrives before it is sent. If a sent a message to b when a's clock showed s, and it
+had come when b's showed r, then x_a + s ≤ x_b + r, where x must be added to a clock to get the scheduler's. So
+activations, which go down, bound the difference of two stages' clocks from one side, and gradients from the other;
+between a worker and the scheduler, a heartbeat and the previous answer do. The shortest paths through these bounds are
+the narrowest bounds that follow from them (systems of difference constraints: Cormen et al., Introduction to
+Algorithms, §24.4). The middle between two bounds is taken: it satisfies every bound, so no arrow of a trace points back
+in time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_sdpipe.scheduler.rows import SpanChunk
 Node: TypeAlias = Worker | None
 """A worker, or None for the scheduler."""
 _SCHEDULER = "scheduler"
-"""The same in a graph, of which None can be no node."""
+"""The scheduler in a graph, where None cannot be a node."""
 
 
 class Piece(NamedTuple):
@@ -37,8 +38,8 @@ class Piece(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A message of a ``lane``, sent or received ``at`` that time; ``piece`` is the span that it followed from, or
-    ended."""
+    """A message in a ``lane``, sent or received at the time ``at``; ``piece`` is the span that made it, or the wait
+    that it ended."""
 
     lane: int
     number: int
@@ -48,7 +49,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Update:
-    """An update of a worker, from the end of the one before."""
+    """An update of a worker, from the end of the previous one."""
 
     number: int
     begin: int
@@ -74,7 +75,7 @@ class Story:
 
 
 def read(chunk: SpanChunk) -> Story:
-    """Read ``chunk`` by update; spans that belong to no whole update are left out."""
+    """Read ``chunk`` by update; spans outside whole updates are left out."""
     story, said = Story(chunk), chunk.spans.said
     begun: int | None = None
     pieces: list[Piece] = []
@@ -108,7 +109,7 @@ def read(chunk: SpanChunk) -> Story:
 
 
 def paired(stories: Sequence[Story]) -> Iterator[tuple[Story, Mark, Story, Mark]]:
-    """Yield messages whose both ends are known; both ends count the messages of a lane of their pipeline."""
+    """Yield the messages of which both ends are known. The ends match by lane and number, which both count."""
     ends = {
         (story.worker.pipeline, story.chunk.life, message.lane, message.number): (story, message)
         for story in stories
@@ -122,8 +123,8 @@ def paired(stories: Sequence[Story]) -> Iterator[tuple[Story, Mark, Story, Mark]
 
 
 class Delivery(NamedTuple):
-    """A message that ``sender`` sent when its clock showed ``sent``, and that had come to ``receiver`` when its clock
-    showed ``came``, in microseconds."""
+    """A message that ``sender`` sent when its clock showed ``sent``, and that had come when the clock of ``receiver``
+    showed ``came``; in microseconds."""
 
     sender: Node
     sent: int
@@ -133,8 +134,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Clock:
-    """A worker's clock: ``ahead``, give or take ``error``, must be added to it to get the scheduler's; in
-    microseconds."""
+    """A worker's clock: add ``ahead``, give or take ``error``, to get the scheduler's; in microseconds."""
 
     ahead: float
     error: float
@@ -142,10 +142,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks of the workers that the bounds connect with the scheduler, in both directions.
+    """Clocks of the workers that bounds connect with the scheduler in both directions.
 
-    ``slack``, in microseconds, is the tolerance of every message that keeps the bounds from contradicting each other:
-    clocks do not run equally fast.
+    Clocks do not run equally fast, so bounds may contradict each other; ``slack`` is the tolerance, in microseconds,
+    that every message gets to prevent that.
     """
 
     of: dict[Worker, Clock]
@@ -153,7 +153,7 @@ class Clocks:
 
 
 def deliveries(stories: Sequence[Story]) -> Iterator[Delivery]:
-    """Yield the messages between workers, and with the scheduler, whose send and arrival are known."""
+    """Yield the messages between workers, and with the scheduler, of which send and arrival are known."""
     for story in stories:
         worker, spans = story.worker, story.chunk.spans
         yield Delivery(None, math.floor(spans.asked * 1e6), worker, spans.heard)
@@ -179,7 +179,7 @@ def settle(messages: Iterable[Delivery]) -> Clocks:
                 for graph in (bounds, bounds.reverse())
             )
             break
-        except networkx.NetworkXUnbounded:  # a cycle is shorter than 0: the bounds contradict each other
+        except networkx.NetworkXUnbounded:  # a negative cycle: the bounds contradict each other
             slack = max(1, 2 * slack)
     found = {
         worker: Clock((at_most[worker] - at_least[worker]) / 2, (at_most[worker] + at_least[worker]) / 2)

@@ -1,8 +1,8 @@
-"""``sdpipe trace``: the newest updates of a live run's workers, for a trace viewer.
+"""``sdpipe trace``: writes the newest updates of a live run's workers, for a trace viewer.
 
 The file is JSON in the Trace Event Format, which ui.perfetto.dev and chrome://tracing show. A process is a pipeline and
-a thread a stage; it has an ``X`` for each update, with those of its spans within, arrows from a forward to the wait of
-the next stage for its result, and from a backward to that of the previous stage. Exchanges beside the training overlap
+a thread a stage. A thread has an ``X`` for each update, which contains those of its spans. Arrows lead from a forward
+to the wait of the next stage, and from a backward to that of the previous stage. Exchanges beside the training overlap
 with spans, so they are ``b`` and ``e``.
 """
 
@@ -30,7 +30,7 @@ FORMAT = "sdpipe-trace/1"
 
 Event: TypeAlias = dict[str, Any]
 _BEFORE_ITS_END = 0.001
-"""Microseconds by which an arrow begins or ends within its span."""
+"""Microseconds before its span's end at which an arrow begins or ends."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ def _parser() -> Parser:
 
 
 def to_trace(chunks: Sequence[SpanChunk], about: dict[Worker, About]) -> dict[str, Any]:
-    """Return the object of the trace file."""
+    """Return the trace file's JSON object."""
     stories = [story for story in map(read, chunks) if story.updates]
     clocks = settle(deliveries(stories))
     begun = min((clocks.of[story.worker].ahead + begin for story in stories for begin in _begins(story)), default=0.0)

@@ -1,5 +1,5 @@
-"""The page, plain values and metrics of a run, and the web server of ``sdpipe serve``, which answers GET and changes
-nothing."""
+"""The page, plain values and metrics of a run, and the web server of ``sdpipe serve``, which answers only GET and
+changes nothing."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from lightning_sdpipe.seeing.page import to_plain
 from lightning_sdpipe.seeing.recording import Recording, of_log
 
 MOST_WORKERS = 256
-"""Largest number of workers that each have metrics; above, those of a stage are added up."""
+"""Largest number of workers with their own metrics; with more, a stage's are added up."""
 ALL = "all"
 
 EVERY = 1.0
 """Seconds between questions to the scheduler."""
 MOST_CONNECTIONS = 64
-"""Largest number of connections; for one more, the oldest is closed."""
+"""Largest number of connections; beyond it, the oldest is closed."""
 _SOON = 0.01
 """Seconds until an accepted connection counts."""
 UNHEARD = 30.0
-"""Seconds after which a scheduler that does not answer is a reason for an alarm."""
+"""Seconds without an answer from the scheduler that raise an alarm."""
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 _HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'; "
@@ -63,8 +63,8 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(eq=False)
 class Seen(Collector):
-    """A run as it was when its scheduler was asked, or as it was before that, for the reason ``silence``, which has
-    lasted for ``unheard`` seconds. Each form is made once for all requests."""
+    """A run as its scheduler last told it. ``silence`` says why the last question had no answer, if so, and
+    ``unheard`` how many seconds ago the last answer came. Each form is made once for all requests."""
 
     title: str
     told: tuple[Recording, Status] | None
@@ -74,7 +74,7 @@ class Seen(Collector):
 
     @property
     def alarm(self) -> str:
-        """Reason to look after the run, if there is one."""
+        """Why the run needs attention; empty if it does not."""
         state = "unknown" if self.told is None else self.told[0].state
         if state.startswith(("failed", "stopped")):
             return state
@@ -82,17 +82,17 @@ class Seen(Collector):
 
     @cached_property
     def found(self) -> list[Finding]:
-        """What is found in the recording."""
+        """The findings in the recording."""
         return [] if self.told is None else findings(self.told[0])
 
     @cached_property
     def view(self) -> dict[str, Any]:
-        """The view of the run, empty if nothing is known."""
+        """The view of the run; empty if nothing is known."""
         return {} if self.told is None else to_plain(*self.told, self.found)
 
     @cached_property
     def page(self) -> bytes:
-        """Page for people."""
+        """The web page."""
         if self.told is None:
             return page(self.title, {}, silence=self.silence, live=True)
         recording, status = self.told
@@ -101,7 +101,7 @@ class Seen(Collector):
 
     @cached_property
     def plain(self) -> bytes:
-        """JSON, as of ``sdpipe status --json``; ``silence`` says why it is not new."""
+        """JSON as from ``sdpipe status --json``; ``silence`` says why it is old."""
         return json.dumps(self.view | {"silence": self.silence or None}, allow_nan=False).encode()
 
     @cached_property
@@ -148,7 +148,7 @@ class Seen(Collector):
 
 
 class View:
-    """The run that ``follower`` follows, for any thread.
+    """The run that ``follower`` follows; any thread may read ``seen``.
 
     Args:
         follower: asks the scheduler.
@@ -163,19 +163,19 @@ class View:
         self.seen = Seen(title, None, {}, "it was not asked yet")
 
     def refresh(self) -> None:
-        """Ask the scheduler."""
+        """Ask the scheduler, and replace ``seen``."""
         told, silence = self.seen.told, ""
         try:
             told = self._follower.poll(self._timeout)
             self._heard = time.monotonic()
         except SchedulerError as error:
             silence = f"the scheduler is slow to answer ({error})"
-            if _refuses(self._follower.address):  # the run is over, or the scheduler is started again
+            if _refuses(self._follower.address):  # the run is over, or the scheduler is being restarted
                 silence = (
                     f"nothing listens at {self._follower.address} any more: the run is over, or its machine is down"
                 )
                 if told is not None and self._log is not None and not told[0].over:
-                    with contextlib.suppress(ConfigurationError):  # the log has left
+                    with contextlib.suppress(ConfigurationError):  # the log is gone
                         told = of_log(self._log), told[1]
                 if told is not None and told[0].state == "finished":
                     silence = ""
@@ -184,11 +184,11 @@ class View:
 
 
 def application(view: View, hosts: Collection[str], token: str | None) -> web.Application:
-    """Make the application that shows ``view`` to requests that name one of ``hosts``, and the ``token`` if there is
-    one.
+    """Make the application that shows ``view`` to requests that name one of ``hosts`` and have the ``token``, if there
+    is one.
 
-    A page of another site that a browser is at cannot read this: its requests name the other site's host, even where
-    that has been made to point here.
+    Another site's page in the same browser cannot read this: its requests name the other site's host, even if that name
+    has been made to point here.
     """
 
     @web.middleware
@@ -227,10 +227,10 @@ def application(view: View, hosts: Collection[str], token: str | None) -> web.Ap
 async def serve(
     view: View, host: str, port: int, hosts: Collection[str], token: str | None, opened: Callable[[str], None]
 ) -> None:
-    """Serve until it is cancelled; ``opened`` is called with the address.
+    """Serve until cancelled; call ``opened`` with the address.
 
     Raises:
-        OSError: the server cannot listen there.
+        OSError: the server cannot listen at this address.
     """
     runner = web.AppRunner(application(view, hosts, token), access_log=None, keepalive_timeout=15.0)
     await runner.setup()
@@ -262,7 +262,7 @@ async def serve(
 
 
 def _refuses(address: str) -> bool:
-    """Return whether no program listens at ``address``, for certain."""
+    """Return whether it is certain that no program listens at ``address``."""
     host, port = host_and_port(address)
     try:
         socket.create_connection((host, int(port)), EVERY).close()
@@ -279,8 +279,8 @@ def _name(host: str) -> str:
 
 
 def _knows(authorization: str, token: str) -> bool:
-    """Return whether the request has the token, as ``Bearer`` or as the password of ``Basic``, which browsers ask
-    for."""
+    """Return whether the request has the token, as ``Bearer`` or as the password of ``Basic``, for which browsers
+    ask."""
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() == "basic":
         try:
