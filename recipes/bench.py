@@ -1,6 +1,6 @@
 """The benchmarks: ``python -m recipes.bench suite=scheduler json=scheduler.json``.
 
-Prints what was measured, and how ratios of two things measured in the same run compare with what they should be.
+It prints the measurements, and ratios of two things measured in the same run beside their goals.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -
     """Run a suite.
 
     Args:
-        name: of a folder in ``recipes/suites``.
-        parameters: of its ``run``.
-        seed: of everything random.
-        command: what was asked for, for the record.
+        name: name of a suite in ``recipes/suites``.
+        parameters: arguments of its ``run``.
+        seed: seed of all randomness.
+        command: the command line, for the record.
 
     Returns:
-        What goes into the file, and which families of ratios (what is before the slash in their keys) are met from
-        below.
+        The contents of the file, and the families of ratios (the part of their keys before the slash) for which lower
+        is better.
     """
     suite = importlib.import_module(f"recipes.suites.{name}")
     load_before = os.getloadavg()[0]
@@ -61,7 +61,7 @@ def is_met(key: str, ratio: Ratio, lower_is_better: Collection[str]) -> bool:
 
 
 def row_tables(rows: Sequence[Row]) -> str:
-    """One table for each run of rows with the same columns."""
+    """Return a table for each run of rows with the same columns."""
     tables = []
     for columns, group in groupby(rows, key=_columns):
         tables.append(_table([columns, *[[_shown(row[column]) for column in columns] for row in group]]))
@@ -69,10 +69,10 @@ def row_tables(rows: Sequence[Row]) -> str:
 
 
 def ratio_table(ratios: Ratios, lower_is_better: Collection[str]) -> str:
-    """Each ratio beside its goal."""
+    """Return a table of each ratio beside its goal."""
     lines = [("ratio", "value", "low to high", "goal", "", "meaning")]
     for key, ratio in ratios.items():
-        free = ratio["goal"] is None  # it is measured to be known
+        free = ratio["goal"] is None  # measured for information only
         sign = "≤" if key.partition("/")[0] in lower_is_better else "≥"
         spread = f"{_shown(ratio['low'])} to {_shown(ratio['high'])}"
         verdict = "" if free else "met" if is_met(key, ratio, lower_is_better) else "missed"
@@ -82,7 +82,7 @@ def ratio_table(ratios: Ratios, lower_is_better: Collection[str]) -> str:
 
 
 def _columns(row: Row) -> tuple[str, ...]:
-    return tuple(name for name, value in row.items() if not isinstance(value, (list, dict)))  # those go into the file
+    return tuple(name for name, value in row.items() if not isinstance(value, (list, dict)))  # only in the file
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
@@ -102,7 +102,7 @@ def _shown(value: Any) -> str:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
 def main(config: DictConfig) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that contexts end what they began
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that contexts clean up
     name = HydraConfig.get().runtime.choices["suite"]
     parameters: Any = OmegaConf.to_container(config.suite, resolve=True)
     command = shlex.join(["python", "-m", "recipes.bench", *sys.argv[1:]])
@@ -118,7 +118,7 @@ def main(config: DictConfig) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return what JSON can hold: a run that never arrives has None for its infinitely many samples."""
+    """Return ``value`` as JSON can hold it, with None for infinite numbers, as of samples until an unreached goal."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

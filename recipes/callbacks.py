@@ -1,5 +1,4 @@
-"""Callbacks of the training app: the file with the figures of a run, its throughput among them, and a picture of how it
-went."""
+"""Callbacks of the training app: a file with a run's figures, and a picture of its losses and accuracies."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from recipes.suites.grid import Row
 
 
 class Summary(L.Callback):
-    """The figures of a run, in a file that rank 0 writes at the end of training: it may be in another process than the
-    one that asked for them.
+    """Writes a run's figures to a file, on rank 0 at the end of training, since rank 0 may be another process than the
+    one that reads them.
 
-    Samples per second are those of all pipelines together, over whole training epochs without their validation; the
-    seconds of epochs are with it. The first epoch warms up and does not count, unless it is the only one.
+    Samples per second are those of all pipelines together, over whole training epochs without their validation; an
+    epoch's seconds include it. The first epoch warms up and does not count, unless it is the only one.
 
     Args:
-        path: of the file.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +46,7 @@ class Summary(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(trainer.strategy, SDPipeStrategy)
-        if trainer.strategy.training.phase is not Phase.ABSENT:  # when hooks are shown a batch that is not trained here
+        if trainer.strategy.training.phase is not Phase.ABSENT:  # ABSENT: hooks see a batch that is not trained here
             self._samples += extract_batch_size(batch)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -59,7 +58,7 @@ class Summary(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         seconds = time.perf_counter() - self._starts[-1] - self._validating
         mine = torch.tensor(float(self._samples), device=pl_module.device)
-        samples = float(trainer.strategy.reduce(mine, reduce_op="sum"))  # pipelines may have trained unlike numbers
+        samples = float(trainer.strategy.reduce(mine, reduce_op="sum"))  # pipelines may have trained different numbers
         self._epochs.append((samples, seconds))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -89,7 +88,7 @@ class TrainingCurve(L.Callback):
     """Draws losses and accuracies over the steps, on rank 0 when training ends or fails.
 
     Args:
-        file: for the figure; its suffix says the format.
+        file: file for the figure; its suffix gives the format.
     """
 
     def __init__(self, file: Path) -> None:

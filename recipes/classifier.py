@@ -1,4 +1,4 @@
-"""Common base of models that tell classes of pictures apart."""
+"""Common base of models that classify pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Classifier(L.LightningModule):
-    """Trains on the cross-entropy of the scores that ``forward`` gives, and logs loss and accuracy."""
+    """Trains on the cross-entropy of the scores that ``forward`` returns, and logs loss and accuracy."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch

@@ -1,4 +1,4 @@
-"""Changes to the command line of ``recipes.train`` before Hydra gets it."""
+"""Checks and changes the command line of ``recipes.train`` before Hydra gets it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lightning_sdpipe.configuration import check, explain
 from lightning_sdpipe.errors import ConfigurationError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-_MOST = 256  # combinations of a sweep that are looked at before it starts
+_MOST = 256  # most combinations of a sweep that are checked before it starts
 
 
 def prepare() -> None:
-    """End the program with one message if a job of the command line cannot work, before anything starts.
+    """End the program with one message, before anything starts, if a job of the command line cannot work.
 
-    Under torchrun and SLURM, which start every rank with the same command line, all of them use the same output
-    directory, and rank 0 alone writes Hydra's files.
+    torchrun and SLURM start every rank with the same command line. All ranks then use the same output directory, and
+    only rank 0 writes Hydra's files.
     """
     arguments = get_args_parser().parse_args()
-    if arguments.experimental_rerun is not None:  # started by a job, with its configuration
+    if arguments.experimental_rerun is not None:  # started by a job, with the job's configuration
         return
     OmegaConf.register_new_resolver("start_time", lambda pattern: start_time().strftime(pattern), replace=True)
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
@@ -52,7 +52,7 @@ def prepare() -> None:
 
 
 def check_jobs(config_name: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigurationError for the first job of ``overrides``, as on a command line, that cannot work."""
+    """Raise ConfigurationError if a job of ``overrides``, as on a command line, cannot work."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         groups = GlobalHydra.instance().config_loader().list_groups("")
         try:
@@ -66,10 +66,10 @@ def check_jobs(config_name: str, overrides: Sequence[str]) -> None:
 
 @cache
 def start_time() -> datetime:
-    """When the run was started: the same on all ranks, wherever they came from.
+    """Return when the run was started, the same on all ranks.
 
     Raises:
-        ConfigurationError: the ranks have nothing that tells them.
+        ConfigurationError: nothing tells the ranks.
     """
     if _number_started() == 1:
         return datetime.now()
@@ -87,7 +87,7 @@ def start_time() -> datetime:
 
 
 def _number_started() -> int:
-    """Return how many processes torchrun or srun has started with this command line."""
+    """Return the number of processes that torchrun or srun has started with this command line; 1 without them."""
     return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", 1) if "SLURM_PROCID" in os.environ else 1))
 
 
@@ -101,13 +101,13 @@ def _choices(override: Override) -> list[str]:
     name = override.get_key_element()
     if override.is_discrete_sweep():
         return [f"{name}={value}" for value in override.sweep_string_iterator()]
-    interval: Any = override.value()  # for sweepers that know what to do with it
+    interval: Any = override.value()  # for sweepers that sample intervals
     return [f"{name}={interval.start}"]
 
 
 def _check_job(config: DictConfig) -> None:
     check(config, typed=("lightning_sdpipe", "recipes"))
-    strategy = instantiate(config.strategy)  # refuses what its signature does not tell
+    strategy = instantiate(config.strategy)  # checks what its signature cannot
     devices = config.trainer.devices
     if isinstance(devices, int) and devices > 0:
         strategy.options.mesh(devices * config.trainer.num_nodes)

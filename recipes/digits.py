@@ -1,4 +1,4 @@
-"""The small demonstration: handwritten digits and a residual network, with nothing of ours in them."""
+"""The small demonstration: handwritten digits and a residual network, without anything from this project."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ Kind = Literal["bert", "gpt2", "llama"]
 
 
 class LanguageModel(L.LightningModule):
-    """BERT as a masked, or GPT-2 or Llama as a causal language model, trained with AdamW.
+    """A language model, BERT (masked), GPT-2 or Llama (causal), trained with AdamW.
 
     Args:
-        kind: which one.
-        network: settings of its configuration that differ from those of transformers.
+        kind: the kind of model.
+        network: settings of its configuration that differ from transformers' defaults.
         lr: the learning rate after the warm-up.
-        weight_decay: of AdamW.
-        warmup_steps: over which the learning rate rises from zero.
+        weight_decay: weight decay of AdamW.
+        warmup_steps: steps over which the learning rate rises from zero.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LanguageModel(L.LightningModule):
 
 
 def build(kind: Kind, network: Mapping[str, Any]) -> nn.Module:
-    """The network alone, freshly initialised. ``kind`` and ``network`` as for :class:`LanguageModel`."""
+    """Return only the network, freshly initialised; for the arguments, see :class:`LanguageModel`."""
     if kind == "bert":
         return BertForMaskedLM(BertConfig(**network))
     if kind == "llama":

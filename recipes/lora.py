@@ -1,4 +1,4 @@
-"""Fine-tuning with LoRA, by Hugging Face's PEFT: ``experiment=lora``, with the extra ``examples``."""
+"""Fine-tuning with LoRA, through Hugging Face's PEFT: ``experiment=lora``, with the extra ``examples``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from recipes.language import LanguageModel
 
 
 class AdaptedLanguageModel(LanguageModel):
-    """A causal language model whose weights are frozen, with low-rank adapters that are trained. Checkpoints hold the
-    adapters alone: a run that resumes needs the same base.
+    """A causal language model with frozen weights and trained low-rank adapters. Checkpoints hold only the adapters, so
+    a run that resumes needs the same base.
 
     Args:
-        kind: of the base.
-        network: settings of the base's configuration that differ from those of transformers; its weights are random.
-        pretrained: the base instead, as ``from_pretrained`` takes it: a folder, or a name on the hub.
-        rank: of the adapters.
-        targets: names of the linear layers that get one.
+        kind: the kind of the base.
+        network: settings of the base's configuration that differ from transformers' defaults; its weights are random.
+        pretrained: in place of that base, one that ``from_pretrained`` loads: a folder, or a name on the hub.
+        rank: rank of the adapters.
+        targets: names of the linear layers that get an adapter.
         lr: the learning rate after the warm-up.
-        weight_decay: of AdamW.
-        warmup_steps: over which the learning rate rises from zero.
+        weight_decay: weight decay of AdamW.
+        warmup_steps: steps over which the learning rate rises from zero.
     """
 
     strict_loading = False  # a checkpoint lacks the base

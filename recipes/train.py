@@ -1,7 +1,7 @@
 """The training app: ``python -m recipes.train experiment=digits num_stages=2 trainer.devices=4``.
 
-Every value in ``conf/`` can be overridden on the command line, and ``-m`` runs a job for each combination of values. A
-run leaves its logs, its checkpoint and a ``summary.json`` in its output directory, a sweep a ``summary.csv``.
+You can override every value in ``conf/`` on the command line, and ``-m`` runs a job for each combination of values. A
+run writes its logs, its checkpoint and a ``summary.json`` to its output directory, a sweep a ``summary.csv``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes.callbacks import Summary, TrainingCurve
 
 
 def train(config: DictConfig, output: Path) -> dict[str, Any]:
-    """Train what ``config`` describes and return the figures that are in ``output/summary.json``, on rank 0."""
+    """Train what ``config`` describes; on rank 0, return the figures in ``output/summary.json``."""
     L.seed_everything(config.seed, workers=True)
     model = hydra.utils.instantiate(config.model)
     data = hydra.utils.instantiate(config.data)
@@ -33,7 +33,7 @@ def train(config: DictConfig, output: Path) -> dict[str, Any]:
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def run(config: DictConfig) -> float | None:
-    """One job; its value is what a sweeper minimises."""
+    """Run one job; return the value that a sweeper minimises."""
     figures = train(config, Path(HydraConfig.get().runtime.output_dir))
     return figures.get("metrics", {}).get(config.objective)  # type: ignore[no-any-return]
 

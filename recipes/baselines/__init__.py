@@ -1,7 +1,7 @@
-"""Methods that papers compare with, written as anybody's own: through the public interface of methods and policies. And
-the networks of DT-FM's evaluation.
+"""Methods that papers compare with, written against the public interface of methods and policies, as a user's own would
+be; and the networks of DT-FM's evaluation.
 
-Importing this package imports no torch, so that a scheduler and simulations can take its policies.
+Importing this package does not import torch, so that a scheduler and simulations can use its policies.
 """
 
 from recipes.baselines.parameter_server import HetPipe as HetPipe

@@ -1,17 +1,17 @@
-"""Rules of parameter servers: what becomes of a push, and which workers may go on, without tensors or time.
+"""Rules of parameter servers: how a push counts, and which workers may go on, without tensors or time.
 
 A pipeline pulls the parameters, computes on them for a *clock*, pushes the changes, and pulls again when it may go on.
 
-**Without a quorum** a push counts at once. A pipeline may begin a clock when no active pipeline is more than s clocks
+**Without a quorum**, a push counts at once. A pipeline may begin a clock when no active pipeline is more than s clocks
 behind it. s = 0 is bulk synchronous (BSP), s > 0 stale synchronous (SSP, Ho et al. 2013; the bound of HetPipe, Park et
-al. 2020), s = None asynchronous (ASP). With weights 1/staleness (HETE, Jiang et al. 2017) a push counts the less, the
-more clocks the furthest pipeline has finished since its pull; 1 when it has finished none but this one.
+al. 2020), s = None asynchronous (ASP). With weights 1/staleness (HETE, Jiang et al. 2017), a push's staleness is the
+number of clocks that the furthest pipeline has finished since the pusher's pull, at least 1.
 
 **With a quorum** q, pushes are collected in rounds. A round closes when q of the pipelines that have pulled since the
 last one closed have pushed; these go on together. A worker that pushes later has computed on old parameters. It counts
 for no quorum and goes on at once; its push is *dropped* (synchronous training with N − q backup workers, Chen et al.
 2016) or *carried* into the open round (Eager-Reduce, Li et al. 2020). The mean of a round is over the pipelines that
-pushed in time; with late pushes carried it is over all N.
+pushed in time or, if late pushes are carried, over all N.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lightning_sdpipe.policies import Decision, GroupPolicy, PolicyConfig, Worke
 
 
 class AdmissionRule(PolicyConfig, frozen=True):
-    """Checked values of one rule. A run's parameter servers keep it; as a policy, by the import path
-    ``recipes.baselines.admission:AdmissionRule``, it can be simulated.
+    """The checked values of one rule, by which a run's parameter servers act. It can also be simulated, as the policy
+    with the import path ``recipes.baselines.admission:AdmissionRule``.
 
     Args:
-        quorum: q, the pushes that close a round; None for none.
+        quorum: q, the number of pushes that close a round; None for no quorum.
         late: treatment of pushes after the quorum: ``"drop"`` or ``"carry"``.
         staleness: s, in clocks; None for no limit.
         weights: weights of pushes: ``"equal"`` or ``"inverse_staleness"``.
-        combine: pushes are added up (``"sum"``), or divided by their number too (``"mean"``).
+        combine: whether pushes are summed (``"sum"``) or averaged (``"mean"``).
 
     Raises:
         ConfigurationError: a value is not allowed, or has no effect beside the others.
@@ -78,7 +78,7 @@ class AdmissionRule(PolicyConfig, frozen=True):
         return AdmissionPolicy(self, num_stages, num_pipelines)
 
     def check_fits(self, num_pipelines: int) -> None:
-        """Refuse a quorum that can never come together.
+        """Refuse a quorum that can never be reached.
 
         Raises:
             ConfigurationError: the quorum is above N.
@@ -94,9 +94,9 @@ class Verdict:
     """The consequences of a push.
 
     Args:
-        weight: factor with which the push is added to the sum of the round; 0 drops it.
-        closes: factor with which that sum is added to the parameters now, so that the next round begins empty; None
-            keeps the sum.
+        weight: factor by which the push is multiplied and added to the round's sum; 0 drops it.
+        closes: factor by which that sum is multiplied and added to the parameters now, so that the next round begins
+            empty; None keeps the sum.
         released: pipelines that may pull and go on now; all of them have pushed.
     """
 
@@ -106,7 +106,7 @@ class Verdict:
 
 
 class Admission(ABC):
-    """Follows the pipelines of one stage. An action that is not allowed now raises ValueError, and changes nothing."""
+    """Follows the pipelines of one stage. An action that is not allowed now raises ValueError and changes nothing."""
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
         rule.check_fits(num_pipelines)
@@ -121,26 +121,26 @@ class Admission(ABC):
         return frozenset(self._pulled)
 
     def join(self, pipeline: int) -> None:
-        """Add ``pipeline``, which takes part from now on and has the current parameters."""
+        """Add ``pipeline``, which has the current parameters."""
         if pipeline in self._pulled:
             raise ValueError(f"pipeline {pipeline} joined twice")
         self._pulled[pipeline] = self._version()
 
     def push(self, pipeline: int) -> Verdict:
-        """Note that ``pipeline`` has finished a clock, and wait to go on."""
+        """Note that ``pipeline`` has finished a clock and waits to go on."""
         self._check_computes(pipeline)
         self._waiting.append(pipeline)
         return Verdict(self._count(pipeline), *self._settle())
 
     def leave(self, pipeline: int, pushes: bool) -> Verdict:
-        """Remove ``pipeline``, which takes part no longer. It ``pushes`` its part of a clock, or has none."""
+        """Remove ``pipeline``. If it ``pushes``, it pushes its unfinished clock."""
         self._check_computes(pipeline)
         weight = self._count(pipeline) if pushes else 0.0
         del self._pulled[pipeline]
         return Verdict(weight, *self._settle())
 
     def pull(self, pipeline: int) -> None:
-        """Note that ``pipeline``, which was released, takes the current parameters."""
+        """Note that ``pipeline``, which was released, pulls the current parameters."""
         self._check_computes(pipeline)
         self._pulled[pipeline] = self._version()
 
@@ -150,7 +150,7 @@ class Admission(ABC):
 
     @abstractmethod
     def awaited_by(self, pipeline: int) -> list[int]:
-        """Return the pipelines that must push before ``pipeline`` may go on; with a quorum, some of them must."""
+        """Return the pipelines whose pushes ``pipeline`` awaits: all of them or, with a quorum, some."""
 
     def _check_computes(self, pipeline: int) -> None:
         if pipeline not in self._pulled:
@@ -160,7 +160,7 @@ class Admission(ABC):
 
     @abstractmethod
     def _version(self) -> int:
-        """Version of the current parameters."""
+        """Return the version of the current parameters."""
 
     @abstractmethod
     def _count(self, pipeline: int) -> float:
@@ -168,7 +168,7 @@ class Admission(ABC):
 
     @abstractmethod
     def _settle(self) -> tuple[float | None, tuple[int, ...]]:
-        """Return the factor with which the round closes, as in :class:`Verdict`, and the workers that go on."""
+        """Return ``closes`` and ``released`` as in :class:`Verdict`."""
 
     def _release(self, pipelines: list[int]) -> tuple[int, ...]:
         self._waiting = [pipeline for pipeline in self._waiting if pipeline not in pipelines]
@@ -178,7 +178,7 @@ class Admission(ABC):
 class BoundedStaleness(Admission):
     """Admission without a quorum: every push is its own round. Versions count the clocks of the furthest pipeline.
 
-    There is no deadlock: the worker that is furthest behind may always go on.
+    There is no deadlock, since the worker that is furthest behind may always go on.
     """
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
@@ -186,7 +186,7 @@ class BoundedStaleness(Admission):
         self._finished: dict[int, int] = {}
 
     def join(self, pipeline: int) -> None:
-        """See the base class; the pipeline starts level with the one that is furthest behind."""
+        """See the base class; the pipeline starts at the clock of the one that is furthest behind."""
         super().join(pipeline)
         self._finished[pipeline] = min((self._finished[other] for other in self.active - {pipeline}), default=0)
 
@@ -224,9 +224,8 @@ class BoundedStaleness(Admission):
 class Rounds(Admission):
     """Admission with a quorum. Versions are rounds.
 
-    There is no deadlock: waiting pipelines have pushed in time, and all others compute; when these push, they have
-    pulled since the last round closed, or go on and pull now. With fewer active pipelines than the quorum, all of them
-    are the quorum.
+    There is no deadlock: waiting pipelines have pushed in time, and all others compute. When one of those pushes, it is
+    in time, or it goes on at once and pulls. If fewer pipelines than the quorum are active, all of them are the quorum.
     """
 
     def __init__(self, rule: AdmissionRule, num_pipelines: int) -> None:
@@ -263,12 +262,12 @@ class Rounds(Admission):
 
 
 def admission(rule: AdmissionRule, num_pipelines: int) -> Admission:
-    """Return the admission by ``rule`` for ``num_pipelines`` pipelines, none of which has joined."""
+    """Return the admission by ``rule`` for ``num_pipelines`` pipelines, none of which has joined yet."""
     return BoundedStaleness(rule, num_pipelines) if rule.quorum is None else Rounds(rule, num_pipelines)
 
 
 class AdmissionPolicy(GroupPolicy):
-    """The admission of parameter servers in a policy's place: each worker that may go on is a group of its own."""
+    """The admission of parameter servers as a policy: each worker that may go on is a group by itself."""
 
     def __init__(self, rule: AdmissionRule, num_stages: int, num_pipelines: int) -> None:
         super().__init__(num_stages, num_pipelines)

@@ -1,6 +1,6 @@
 """DT-FM's cost of a placement (§3.2, equations 2 to 4), link by link, as its genetic search needs it.
 
-Where nothing is computed and all pipelines average together, it is what the package's own objective gives
+Without computation, and if all pipelines average together, it equals the package's own objective
 (:mod:`lightning_sdpipe.placement.rate`).
 """
 
@@ -22,11 +22,11 @@ from lightning_sdpipe.placement.network import Matrix, Network
 
 @dataclass(frozen=True)
 class Weights:
-    """The cost of each link in each place, in seconds. Matrices are symmetric, n × n, and shared where stages or cuts
-    are alike.
+    """The cost of each link in each place, in seconds. Matrices are symmetric, n × n, and the same object for stages or
+    cuts that are alike.
 
-    ``exchange[j][a][b]``: two replicas of stage j exchange their shares. ``step[t][a][b]`` and ``period[t][a][b]``: a
-    and b are on either side of cut t, which all pipelines may pass ``together``.
+    ``exchange[j][a][b]``: replicas a and b of stage j exchange their shares. ``step[t][a][b]`` and ``period[t][a][b]``:
+    a and b are on either side of cut t, which all pipelines may pass ``together``.
     """
 
     exchange: tuple[Matrix, ...]
@@ -71,7 +71,7 @@ def weights(
         network: a network of at least M × N devices.
         num_pipelines: N.
         stages: what the M stages send, each as a block.
-        model: see the module's docstring.
+        model: how cuts add up; see :mod:`lightning_sdpipe.placement.cost`.
         num_micro_batches: m; used by ``"pipelined"`` only.
 
     Raises:
@@ -82,7 +82,7 @@ def weights(
 
     @cache
     def links(amount: float, late: bool) -> Matrix:
-        """Return seconds to send an amount of bytes over each link and get as many back, with or without latency."""
+        """Return the seconds to send ``amount`` bytes over each link and get as many back, with latency if ``late``."""
         linked = bandwidth > 0.0
         delays = np.where(linked, latency, math.inf) if late else 0.0
         seconds = np.where(linked, 2.0 * (delays + amount / np.where(linked, bandwidth, 1.0)), math.inf)
@@ -97,11 +97,11 @@ def weights(
 
 
 def evaluate(stages: Sequence[Sequence[int]], weights: Weights) -> Cost:
-    """Return the cost of a placement; infinite where it needs a link that does not exist.
+    """Return the cost of a placement; infinite if it needs a missing link.
 
     Args:
         stages: the devices of each stage, by pipeline.
-        weights: weights of M stages.
+        weights: costs of the links for M stages.
     """
     data = max(group_cost(group, matrix) for group, matrix in zip(stages, weights.exchange, strict=True))
     between = list(enumerate(pairwise(stages)))

@@ -1,8 +1,8 @@
-"""DT-FM's own search, to compare with: a genetic algorithm with a local search (§3.4). It is seeded, which the
-published code never is.
+"""DT-FM's own search, to compare with: a genetic algorithm with a local search (§3.4). It is seeded, unlike the
+published code.
 
-A new partition is taken in and the worst one dropped if it is better than that, as the paper says; the published code
-compares with ``max(a, score > b)``, which takes in worse ones.
+As the paper says, a new partition replaces the worst one if it is better than that; the published code compares with
+``max(a, score > b)``, which accepts worse ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recipes.baselines.dtfm_cost import Weights, evaluate
 POPULATION = 100
 TRIALS = 4900
 CROSSOVER = 5
-"""Devices whose groups a child takes from its other parent."""
+"""Number of devices whose groups a child takes from its first parent."""
 
 Labels = list[int]
 """The group of each device."""
@@ -43,14 +43,14 @@ class Progress:
 def genetic(
     weights: Weights, num_devices: int, seed: int, seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> Progress:
-    """The genetic search of §3.4, until :data:`TRIALS` children were made or the time is up.
+    """Run the genetic search of §3.4 until :data:`TRIALS` children have been made or the time is up.
 
     Args:
-        weights: of M even stages; the local search looks at the links of a cut.
-        num_devices: n, which M divides.
-        seed: of everything random.
-        seconds: until it stops.
-        clock: monotonic seconds.
+        weights: costs of the links for M even stages; the local search looks at the links of a cut.
+        num_devices: n, a multiple of M.
+        seed: seed of all randomness.
+        seconds: limit of time.
+        clock: returns monotonic seconds.
     """
     rng = random.Random(seed)
     start = clock()
@@ -85,7 +85,7 @@ def _candidates(
 
 
 def crossed(one: Labels, other: Labels, rng: random.Random, size: int) -> Labels:
-    """The other parent with a few devices in the groups that they have in the first. Surplus devices go to the first
+    """Return the parent ``other`` with a few devices moved to their groups in ``one``. Surplus devices go to the first
     group that has room."""
     labels = list(other)
     for device in rng.sample(range(len(labels)), CROSSOVER):
@@ -101,7 +101,7 @@ def crossed(one: Labels, other: Labels, rng: random.Random, size: int) -> Labels
 
 
 def _scored(labels: Labels, weights: Weights) -> tuple[Stages, float]:
-    """The partition in its best arrangement, with its cost."""
+    """Return the partition in its best arrangement, with its cost."""
     groups: Stages = [[] for _ in range(weights.num_stages)]
     for device, group in enumerate(labels):
         groups[group].append(device)
@@ -120,13 +120,13 @@ NO_MOVE = _Move(-math.inf, -1, -1)
 
 
 class _Gains:
-    """The gains that moving a device to another group promises."""
+    """The gains promised by moving a device to another group."""
 
     def __init__(self, weights: Weights, size: int) -> None:
         self.num_groups, self._size, self._links = weights.num_stages, size, weights.step[0]
 
     def best(self, labels: Labels, locked: Sequence[bool]) -> tuple[list[_Move], Matrix]:
-        """The most promising move out of each group, and the gain of the most promising one from each to each."""
+        """Return the most promising move out of each group, and the largest gain from each group to each other."""
         moves = [NO_MOVE] * self.num_groups
         between = [[-math.inf] * self.num_groups for _ in range(self.num_groups)]
         for device in self._movable(labels, locked):
@@ -145,7 +145,7 @@ class _Gains:
         return moves, between
 
     def _movable(self, labels: Labels, locked: Sequence[bool]) -> Iterator[int]:
-        """Yield of each group an end of its fastest link, if it may still move."""
+        """Yield, for each group, an end of its fastest link that may still move."""
         fastest: dict[int, tuple[float, int]] = {}
         for device, group in enumerate(labels):
             if not locked[device]:
@@ -156,11 +156,11 @@ class _Gains:
 
 
 def move_in_circles(labels: Labels, gains: _Gains) -> Labels:
-    """Circular moves (§3.4, after Kang and Moon, 2000).
+    """Make circular moves (§3.4, after Kang and Moon, 2000).
 
-    A cycle starts at the group whose best move gains most, and goes on from where that went, until it is back. Moved
-    devices stay where they are. Of each cycle the best beginning is kept, closed by sending its last device to where it
-    started; of all cycles, the best number of them. There are at most as many as groups.
+    A cycle starts at the group whose best move gains most, and continues from that move's target until it returns.
+    Moved devices do not move again. Of each cycle, the best beginning is kept, closed by sending its last device to the
+    group where it started; of all cycles, of which there are at most as many as groups, the best number is kept.
     """
     locked = [False] * len(labels)
     reached = [False] * gains.num_groups

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterServer:
-    """Parameter server: each pipeline pushes its updates to it and pulls the parameters with all updates.
+    """A parameter server: each pipeline pushes its updates and pulls the parameters with all updates.
 
-    The changes of the optimizer in ``every`` updates are pushed, so any optimizer can be used: its state stays with the
+    A push has the optimizer's changes in ``every`` updates, so any optimizer can be used: its state stays with the
     pipeline. The other values say which pushes count, with which weight, and when workers may go on:
     :class:`~recipes.baselines.admission.AdmissionRule`.
 
@@ -40,7 +40,7 @@ class ParameterServer:
 
     def __post_init__(self) -> None:
         check_integer("every", self.every, 1, "updates")
-        assert self.rule  # whose values are checked as it is made
+        assert self.rule  # making it checks its values
 
     @property
     def rule(self) -> AdmissionRule:

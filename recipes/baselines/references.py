@@ -1,7 +1,7 @@
 """Outside references: Lightning's own DDP, and bare ``torch.distributed.pipelining`` with an all-reduce.
 
-Nothing of this project takes part in them but the emulated blocks and the injected delays. A worker sleeps at the start
-of an iteration, as it does under :class:`~lightning_sdpipe.SDPipeStrategy`.
+Of this project, they use only the emulated blocks and the injected delays. A worker sleeps at the start of an
+iteration, as with :class:`~lightning_sdpipe.SDPipeStrategy`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ REFERENCES = ("lightning_ddp", "bare_torch")
 
 
 def only_delays(case: Training, leave_out: str) -> Delays:
-    """Return the delays that an outside reference is given: it can sleep before the forward of a mini-batch.
+    """Return the delays of an outside reference, which can sleep only before the forward of a mini-batch.
 
     Args:
-        case: of the reference.
-        leave_out: how a user leaves the reference out.
+        case: the reference's training.
+        leave_out: tells users how to leave the reference out.
 
     Raises:
-        ConfigurationError: real compute, stages where it has none, or another heterogeneity.
+        ConfigurationError: the case has real compute, stages that the reference lacks, or another heterogeneity.
     """
     name, slowness = case.method.name, case.slowness
     if case.workload is not EMULATED:
@@ -52,7 +52,7 @@ def only_delays(case: Training, leave_out: str) -> Delays:
 
 
 def lightning_ddp() -> DDPStrategy:
-    """Return the strategy as a user gets it, on processes that are forked like ours."""
+    """Return the strategy as a user would make it, with forked processes, as ours."""
     return DDPStrategy(start_method="fork", process_group_backend="gloo")
 
 
@@ -69,7 +69,7 @@ def _train(rank: int, case: Training, seconds: tuple[float, float], delays: Dela
     """Train emulated blocks in torch's 1F1B, with the gradients all-reduced over each stage before each step."""
     num_stages, num_pipelines, num_micro_batches = case.num_stages, case.num_pipelines, case.num_micro_batches
     assert isinstance(num_stages, int)
-    pipeline, stage = divmod(rank, num_stages)  # torch wants stage j on rank j; ours go the other way
+    pipeline, stage = divmod(rank, num_stages)  # torch wants stage j on rank j; ours are in reverse
     own_pipeline = _group([range(i * num_stages, (i + 1) * num_stages) for i in range(num_pipelines)], pipeline)
     own_stage = _group([range(j, dist.get_world_size(), num_stages) for j in range(num_stages)], stage)
     block = EmulatedChain(num_stages, *seconds, case.block_parameters).blocks[stage]
@@ -96,31 +96,31 @@ def _train(rank: int, case: Training, seconds: tuple[float, float], delays: Dela
         optimizer.step()
         done = iteration + 1
         used = used_now(time.perf_counter(), injector)._replace(averaging=averaging, groups=done)
-        computed = done * num_micro_batches * sum(seconds)  # torch does not say: as emulated
+        computed = done * num_micro_batches * sum(seconds)  # the emulated time, since torch does not measure it
         report.readings.append(used._replace(computed=computed, members=done * num_pipelines))
     return report
 
 
 def _group(all_ranks: Sequence[Sequence[int]], own: int) -> Any:
-    """Every rank must make every group."""
+    """Make all groups, as every rank must, and return this rank's."""
     return [dist.new_group(list(ranks), timeout=TRANSFER_TIMEOUT) for ranks in all_ranks][own]
 
 
 def language_step(
     submodule: nn.Module, hidden_size: int, vocabulary: int, batch: dict[str, Tensor], num_micro_batches: int, lr: float
 ) -> Callable[[dict[str, Tensor]], Tensor]:
-    """Return a step of this rank's stage of a language model in torch's 1F1B, and of SGD; it gives the loss, which is 0
-    but on the last rank.
+    """Return a step that trains this rank's stage of a language model with torch's 1F1B and SGD. The step returns the
+    loss on the last rank, 0 on others.
 
     Args:
-        submodule: passes one tensor.
-        hidden_size: of what passes between stages.
-        vocabulary: scores of the last stage.
-        batch: tells the size of a mini-batch: ``input_ids`` and ``labels``.
+        submodule: the stage, which takes and returns one tensor.
+        hidden_size: size of the hidden state that passes between stages.
+        vocabulary: number of scores of the last stage.
+        batch: a mini-batch, for its size: ``input_ids`` and ``labels``.
         num_micro_batches: m.
         lr: learning rate.
     """
-    index, num_stages = dist.get_rank(), dist.get_world_size()  # torch wants stage j on rank j; ours go the other way
+    index, num_stages = dist.get_rank(), dist.get_world_size()  # torch wants stage j on rank j; ours are in reverse
     tokens = batch["input_ids"].chunk(num_micro_batches)[0]
     hidden = torch.empty(*tokens.shape, hidden_size, requires_grad=True)
     scores = torch.empty(*tokens.shape, vocabulary, requires_grad=True)

@@ -1,11 +1,10 @@
-"""Parameter servers: pipelines train alone for a clock, push what they changed, and pull the parameters with all
-changes.
+"""Parameter servers: pipelines train alone for a clock, push their changes, and pull the parameters with all changes.
 
-As in HetPipe (Park et al. 2020) a pipeline is a virtual worker: after a clock of one or several mini-batches it pushes
-the sum of its updates to a parameter server; the answer comes when its next clock may begin, as the rule of admission
-says, and holds the parameters with all changes that count so far. Each stage has its own server, in the process of one
-of its replicas; the servers of successive stages lie in successive pipelines. A server runs in threads of the training
-process, one thread per remote pipeline, which share the parameters under one lock.
+As in HetPipe (Park et al. 2020), a pipeline is a virtual worker: after a clock of one or several mini-batches, it
+pushes the sum of its updates to a parameter server. The answer comes when the rule of admission lets its next clock
+begin, and holds the parameters with all changes that count so far. Each stage has its own server, in the process of one
+of its replicas; successive stages have theirs in successive pipelines. A server runs in threads of the training
+process, one for each remote pipeline, which share the parameters under one lock.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ class Pulled:
     """The answer to a pipeline's changes."""
 
     parameters: Sequence[Tensor]  # on the CPU, in the order of the changes
-    members: int  # the pipelines that take part, this one included
-    seconds_waiting: float  # until its next clock could begin
+    members: int  # number of pipelines that take part, this one included
+    seconds_waiting: float  # until the pipeline's next clock could begin
 
 
 class ServedParameters:
     """Serves parameters from its construction until every pipeline has left.
 
     Args:
-        parameters: flat tensors, whose values every pipeline has at the start.
-        admission: the rule of admission, in which every pipeline has joined.
-        remote: the global rank of every pipeline but this process's own.
+        parameters: flat tensors, with the values that every pipeline has at the start.
+        admission: the admission, which every pipeline has joined.
+        remote: the global rank of every pipeline except this process's own.
         group: a gloo process group of all pipelines.
-        timeout: seconds that a pipeline waits at most for slower ones.
+        timeout: most seconds that a pipeline waits for slower ones.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ServedParameters:
     ) -> None:
         self._parameters = [p.detach().to("cpu", copy=True) for p in parameters]
         self._round: list[Tensor] | None = None
-        """Sum of the changes of the open round; None if there are none."""
+        """Sum of the open round's changes; None if there are none."""
         self._admission = admission
         self._group = group
         self._timeout = timeout
@@ -75,7 +74,7 @@ class ServedParameters:
         """Take the changes of a pipeline's clock, and wait until it may begin the next one.
 
         Raises:
-            WorkerFailedError: another pipeline failed, or the pipelines that are awaited did not come in time.
+            WorkerFailedError: another pipeline failed, or the awaited pipelines did not push in time.
         """
         start = time.perf_counter()
         with self._changed:
@@ -107,7 +106,7 @@ class ServedParameters:
             return self._parameters
 
     def _take(self, verdict: Verdict, changes: Sequence[Tensor]) -> None:
-        """Carry out the decision on a push. A round that closes with it needs no memory of its own."""
+        """Carry out the verdict on a push. A round that consists of this push alone needs no memory of its own."""
         scale = verdict.weight if self._round is not None or verdict.closes is None else verdict.weight * verdict.closes
         if verdict.weight:
             if self._round is None and verdict.closes is None:
@@ -150,7 +149,7 @@ class ServedParameters:
                 head = json.dumps({"members": pulled.members, "waited": pulled.seconds_waiting}).encode()
                 p2p.send_bytes(head, rank, self._group, _TAG, peer).wait()
                 p2p.send(pulled.parameters, rank, self._group, _TAG, peer).wait()
-        except Exception as error:  # raised where the training next asks; a thread could only print it
+        except Exception as error:  # push() and close() raise it in the training; a thread could only print it
             reason = str(error) if isinstance(error, WorkerFailedError) else f"{type(error).__name__}: {error}"
             with self._changed:
                 self._failure = self._failure or reason
@@ -196,7 +195,7 @@ class StaleSynchronous(Synchronizer):
     Args:
         replica: this worker.
         rule: decides which pushes count, and which workers may go on.
-        every: number of updates of a clock.
+        every: number of updates in a clock.
     """
 
     def __init__(self, replica: Replica, rule: AdmissionRule, every: int) -> None:
@@ -221,7 +220,7 @@ class StaleSynchronous(Synchronizer):
         return (self._updates + 1) % self._every == 0
 
     def synchronise(self) -> None:
-        """At the end of a clock, pushes the changes of the parameters since the last pull, and pulls."""
+        """At the end of a clock, push the changes of the parameters since the last pull, and pull."""
         self._updates += 1
         if self._updates % self._every:
             self.statistics.count(members=1)
@@ -248,7 +247,7 @@ class StaleSynchronous(Synchronizer):
         for pipeline in range(len(replica.ranks)):
             admitted.join(pipeline)
         remote = {pipeline: other for pipeline, other in enumerate(replica.ranks) if pipeline != self._host}
-        seconds = 0.9 * replica.timeout.total_seconds()  # so that its message comes before the transfers give up
+        seconds = 0.9 * replica.timeout.total_seconds()  # so that its error comes before transfers time out
         self._server = ServedParameters(self._pulled, admitted, remote, self._channel, seconds)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Replicas that average gradients by torchft, each in a Trainer. torchft is no dependency of this project."""
+"""Replicas that average gradients with torchft, each in its own Trainer. This project does not depend on torchft."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from recipes.suites.trainings import make_trainer, quiet, random_features
 
 
 def run(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Record], float]:
-    """Train as many replicas as pipelines, of which ``victim`` kills itself after so many updates, and so many seconds
-    more; return what they said, and when it died."""
+    """Train one replica for each pipeline. The ``victim`` kills itself after ``after`` updates; the others train for
+    ``seconds`` more. Return their records, and when the victim died."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as directory, reserve_port() as port:
         address = f"127.0.0.1:{port.getsockname()[1]}"
-        port.close()  # the lighthouse does not share it
+        port.close()  # the lighthouse does not share the port
         options = ["--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "2000"]
-        program = Path(directory, "lighthouse.py")  # the package's own script may lie anywhere
+        program = Path(directory, "lighthouse.py")  # the package's own script may be anywhere
         program.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
         with open(Path(directory, "lighthouse.log"), "wb") as log:
             server = subprocess.Popen(
@@ -43,7 +43,7 @@ def run(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Recor
             arguments = (work, Path(directory), number, f"http://{address}", after if number == victim else None)
             processes.append(context.Process(target=replica, args=arguments))
         try:
-            time.sleep(1.0)  # it says nowhere that it listens
+            time.sleep(1.0)  # the lighthouse does not tell when it listens
             for process in processes:
                 process.start()
             processes[victim].join(120)
@@ -62,7 +62,7 @@ def run(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Recor
 
 
 def replica(work: Work, directory: Path, number: int, lighthouse: str, dies_at: int | None) -> None:
-    """Be a replica group of one process, in that process, which kills itself before the update ``dies_at``, if it is
+    """Run a replica group of one process in this process, which kills itself before the update ``dies_at``, if
     given."""
     port = reserve_port()
     own = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(number), "GLOO_SOCKET_IFNAME": "lo"}
@@ -102,11 +102,11 @@ def replica(work: Work, directory: Path, number: int, lighthouse: str, dies_at: 
 
 
 class Replica(EmulatedChain):
-    """The module of a replica, which optimizes by hand, since torchft's optimizer takes no closure.
+    """The module of a replica, which optimizes manually, since torchft's optimizer takes no closure.
 
     Args:
-        work: of the replica.
-        dies_at: the update before which its process kills itself, if it does.
+        work: the replica's work.
+        dies_at: the update before which the process kills itself; None for never.
     """
 
     def __init__(self, work: Work, dies_at: int | None) -> None:
@@ -115,8 +115,8 @@ class Replica(EmulatedChain):
         self._dies_at = dies_at
 
     def wrap(self, blocks: Any, optimizer: Any) -> None:
-        """Train by torchft's wrappers."""
-        self._wrapped = (blocks, optimizer)  # in a tuple, since an attribute would register the blocks again
+        """Train with torchft's wrappers."""
+        self._wrapped = (blocks, optimizer)  # a tuple, since an attribute would register the blocks again
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
         blocks, optimizer = self._wrapped
@@ -130,4 +130,4 @@ class Replica(EmulatedChain):
         optimizer.step()
 
     def configure_optimizers(self) -> None:
-        """Lightning has none to step."""
+        """Return None: Lightning has no optimizer to step."""

@@ -45,7 +45,7 @@ class ActorCritic(L.LightningModule):
 
     @torch.no_grad()
     def right(self, images: Tensor, digits: Tensor) -> float:
-        """Part of the digits that it guesses most likely and right."""
+        """Return the share of digits for which the most likely guess is right."""
         return float((self.actor(images).argmax(1) == digits).float().mean())
 
 

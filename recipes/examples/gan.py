@@ -51,7 +51,7 @@ class GAN(L.LightningModule):
 
     @torch.no_grad()
     def distance(self, real: Tensor) -> float:
-        """Distance of the mean of what is drawn from the mean of what is real."""
+        """Return the distance between the mean drawing and the mean of the real images."""
         return float((self.drawn(512).mean(0) - real.mean(0)).norm())
 
 

@@ -25,7 +25,7 @@ from recipes.gpu.running import Machine
 from recipes.harness.processes import in_processes
 
 PARTS = {"checks": (checks.ROWS, 290.0), "shares": (shares.ROWS, 350.0)}
-"""The rows of each, and the seconds after which no further one begins by default."""
+"""The rows of each part, and the seconds after which, by default, no further row begins."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dry", action="store_true", help="on the CPU, with tiny models: does the script itself work?")
     add("--out", type=Path, default=Path(), help="folder for the report (%(default)s)")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # a fork copies no others
+    torch.set_num_threads(1)  # a fork copies only one thread
     count = 0 if options.dry else in_processes(1, _count)[0]
     if not count and not options.dry:
         print("torch finds no CUDA device here; --dry tries the script itself on the CPU", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what a row has started ends
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a row's processes end
     options.out.mkdir(parents=True, exist_ok=True)
     about = {"on": time.strftime("%Y-%m-%d %H:%M"), "command": " ".join(["python3 -m recipes.gpu", *sys.argv[1:]])}
     if options.dry:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _count(rank: int) -> int:
-    """Return the number of GPUs, in a child: where NVML does not tell, asking opens them."""
+    """Return the number of GPUs. This runs in a child, since without NVML, asking opens them."""
     return torch.cuda.device_count()
 
 

@@ -1,4 +1,5 @@
-"""Does it work on this device, and what does it cost: the rows of ``--only checks``, the most telling ones first."""
+"""Checks whether training works on this device, and what it costs: the rows of ``--only checks``, the most telling
+first."""
 
 from __future__ import annotations
 
@@ -30,30 +31,30 @@ from recipes.harness.processes import TRANSFER_TIMEOUT
 from recipes.suites.machine import versions
 
 SMALL = Kind(True, TINY_BERT, 16, 8)
-"""For rows that compare values: without dropout, whose draws differ between devices."""
+"""For rows that compare values: it has no dropout, whose draws differ between devices."""
 DRAWS = replace(SMALL, sizes={**TINY_BERT, "dropout": 0.1})
-"""For those that compare values of one device: draws depend on neither the cut nor a pause."""
+"""For rows that compare values on one device, where draws depend neither on the cut nor on a resume."""
 CODED: tuple[Payload, ...] = (Half(), EightBit(), OneBit())
 WITHIN, CODED_WITHIN = 1e-3, 0.05
-"""Relative differences of losses that the order of sums may make, alone and where values are rounded."""
+"""Largest relative differences of losses, from the order of sums alone, and if a payload also rounds values."""
 CONTEXT_MIB = 100.0
-"""A process that opens a GPU takes several times as much of it."""
+"""A process that opens a GPU takes several times this much of its memory."""
 OVERHEAD, LARGEST_STAGE = "overhead of 1 × 1", "largest of 4 stages over one process"
 UNSEEN = "MiB that others took while stages were planned"
 
 
 def resnet50(machine: Machine) -> Kind:
-    """ResNet-50 on pictures of 224²."""
+    """Return ResNet-50 on pictures of 224²."""
     return Kind(False, TINY_RESNET, 32, 4) if machine.dry else Kind(False, {}, 224, 64)
 
 
 def bert_base(machine: Machine) -> Kind:
-    """BERT-base on texts of 128 words."""
+    """Return BERT-base on texts of 128 words."""
     return SMALL if machine.dry else Kind(True, {}, 128, 32)
 
 
 def steps_of(machine: Machine) -> int:
-    """Of a training that is timed."""
+    """Return the number of steps of a timed training."""
     return 4 if machine.dry else 40
 
 
@@ -61,7 +62,7 @@ def same(found: Sequence[float], expected: Sequence[float], within: float = WITH
     """Return the largest relative difference of two lists of losses.
 
     Raises:
-        AssertionError: it is above ``within``, or they are not equally long.
+        AssertionError: it is above ``within``, or the lists differ in length.
     """
     assert len(found) == len(expected) > 0, f"{len(found)} losses, and {len(expected)} were expected"
     largest = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(found, expected, strict=True))
@@ -80,7 +81,7 @@ def train(
     precision: Precision = "32-true",
     optimizer: Callable[[Any], Any] = adamw,
 ) -> dict[str, Any]:
-    """Train with our strategy on this rank, or as Lightning does by itself with ``stages`` of 0."""
+    """Train on this rank with our strategy or, if ``stages`` is 0, with Lightning's own."""
     strategy = ours(machine, ranks, stages, **options) if stages else "auto"
     return fit(machine, strategy, ranks, Trial(kind.net(), optimizer), kind, steps, precision)
 
@@ -89,7 +90,7 @@ def train(
 
 
 def about(machine: Machine) -> Values:
-    """Say what is there, and multiply two matrices."""
+    """Report versions and devices, and multiply two matrices."""
     (found,) = on_ranks(1, _about, machine)
     return dict(found)
 
@@ -114,12 +115,12 @@ def _about(rank: int, machine: Machine) -> Values:
 
 
 def two_stages(machine: Machine) -> Values:
-    """Compare two stages on one device, whose messages go through the memory of the host, with one process."""
+    """Compare two stages on one device, whose messages go through host memory, with one process."""
     return _two_stages(replace(machine, count=1))
 
 
 def nccl(machine: Machine) -> Values:
-    """Compare two stages with a device each with one process."""
+    """Compare two stages, on a device each, with one process."""
     if machine.device != "cuda" or machine.count < 2:
         raise NotPossible("NCCL wants a GPU for each process; stages on one GPU use gloo")
     return _two_stages(machine)
@@ -133,7 +134,7 @@ def _two_stages(machine: Machine) -> Values:
 
 
 def replicas(machine: Machine) -> Values:
-    """Compare two pipelines that exchange gradients or models with the same on the CPU."""
+    """Compare two pipelines that exchange gradients or models with the same pipelines on the CPU."""
     return dict(on_ranks(2, _replicas, machine)[0])
 
 
@@ -156,7 +157,7 @@ def _replicas(rank: int, machine: Machine) -> Values:
 
 
 def rehearsal(machine: Machine) -> Values:
-    """Plan stages, and see whether another process opens the device meanwhile."""
+    """Plan stages, and see whether another process opens the device in the meantime."""
     return {UNSEEN: max(on_ranks(2, _rehearsal, machine))}
 
 
@@ -187,12 +188,12 @@ def _rehearsal(rank: int, machine: Machine) -> float:
 
 
 def _free(device: torch.device) -> int:
-    """Return the free bytes of a GPU; those of another device are not known."""
+    """Return the free bytes of a GPU; 0 for another device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def seconds(work: Callable[[], Any], machine: Machine, repeats: int = 5) -> float:
-    """Return how long ``work`` takes on the device, after a first time."""
+    """Return the mean seconds of ``work`` on the device, after a first run."""
     work()
     machine.settle()
     start = time.monotonic()
@@ -215,7 +216,7 @@ def _fused(rank: int, machine: Machine) -> float:
 
 
 def checkpoint(machine: Machine) -> Values:
-    """Save two stages each by itself, and go on in one process as they do."""
+    """Save two stages separately, and continue in one process as they do."""
     whole = on_ranks(2, _save, machine)[0]
     (resumed,) = on_ranks(1, _go_on, machine)
     return {"losses differ by": same(resumed, whole[-len(resumed) :])}
@@ -263,7 +264,7 @@ def resnet(machine: Machine) -> Values:
 
 
 def bert(machine: Machine) -> Values:
-    """Time BERT-base in bf16-mixed: ours in one process, two and four stages, and beside them torch's own pipeline."""
+    """Time BERT-base in bf16-mixed: ours in one process and in two and four stages, and torch's own pipeline."""
     kind, steps, found = bert_base(machine), steps_of(machine), {}
     micro_batches = {1: 1, 2: 4, 4: 8}
     for stages, parts in micro_batches.items():
@@ -291,8 +292,8 @@ def _costs(found: dict[str, list[dict[str, Any]]]) -> Values:
 
 
 def _bare(rank: int, machine: Machine, kind: Kind, stages: int, parts: int, steps: int) -> float:
-    """Return the milliseconds of a step with ``torch.distributed.pipelining``: equally many layers on each stage, and
-    no weights that the ends of the model share."""
+    """Return the milliseconds of a step with ``torch.distributed.pipelining``, with equally many layers on each stage
+    and no tied weights."""
     device = machine.devices(stages)[rank]
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=TRANSFER_TIMEOUT)
     if device.type != "cpu":

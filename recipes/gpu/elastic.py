@@ -1,4 +1,4 @@
-"""An elastic run of three pipelines, one of which is killed and started again."""
+"""An elastic run of three pipelines, one of which is killed and restarted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def killed(machine: Machine) -> Values:
 
 
 def steps(run: pipelines.Traces, pipeline: int) -> list[float]:
-    """Return when this pipeline ended steps, in all its lives."""
+    """Return the times at which this pipeline finished steps, in all its lives."""
     return [at for record in run.records(pipeline) for at in record.times("step")]
 
 
@@ -53,16 +53,16 @@ def _wait(run: pipelines.Pipelines, until: Callable[[], bool]) -> None:
 
 
 class Diary(pipelines.Diary):
-    """Says when a step has ended."""
+    """Writes down when a step ends."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.say(step=True)
 
 
 def train(machine: Machine) -> None:
-    """Train a pipeline for longer than anyone waits."""
+    """Train a pipeline until it is killed."""
     backend = "gloo" if machine.shares(PIPELINES) else None
-    devices = machine.devices(max(1, machine.count))  # of which each pipeline takes one
+    devices = machine.devices(max(1, machine.count))  # each pipeline takes one of them
     strategy = SDPipeStrategy(parallel_devices=devices, process_group_backend=backend)
     kind = Kind(True, TINY_BERT, 16, 8)
     trainer = trainer_of(machine, strategy, 1, max_epochs=1, callbacks=[Diary()])

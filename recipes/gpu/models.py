@@ -1,4 +1,4 @@
-"""ResNet-50 and BERT-base in plain torch, and samples for them that cost no time to load."""
+"""ResNet-50 and BERT-base in plain torch, and samples that take no time to load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1 × 1, 3 × 3 and 1 × 1 beside a shortcut, which is one of 1 × 1 where the shape changes."""
+    """Convolutions of 1 × 1, 3 × 3 and 1 × 1 beside a shortcut, itself a 1 × 1 convolution if the shape changes."""
 
     def __init__(self, given: int, width: int, stride: int) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ def _normalised(given: int, width: int, size: int, stride: int) -> list[nn.Modul
 
 
 def resnet(blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> nn.Module:
-    """A residual network of bottlenecks (He et al. 2016, table 1): ResNet-50 by default.
+    """Make a residual network of bottlenecks (He et al. 2016, table 1), by default ResNet-50.
 
     Args:
-        blocks: of each resolution.
-        width: of the first ones; it doubles with each resolution.
-        classes: that it tells apart.
+        blocks: number of blocks at each resolution.
+        width: width of the first blocks; it doubles with each resolution.
+        classes: number of classes.
     """
     layers: list[nn.Module] = [nn.Sequential(*_normalised(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))]
     given = width
@@ -53,7 +53,7 @@ def resnet(blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int =
 
 
 class Embeddings(nn.Module):
-    """Of the tokens and their positions; all tokens are of the first sentence."""
+    """Embeddings of the tokens and their positions; all tokens are of the first sentence."""
 
     def __init__(self, vocabulary: int, positions: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Embeddings(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores of the words, by the weights of their embeddings."""
+    """Scores of the words, computed with the weights of their embeddings."""
 
     def __init__(self, width: int, words: nn.Embedding) -> None:
         super().__init__()
@@ -92,16 +92,16 @@ def bert(
     dropout: float = 0.1,
     tied: bool = True,
 ) -> nn.Sequential:
-    """A masked language model (Devlin et al. 2019): BERT-base by default, with 512 positions.
+    """Make a masked language model (Devlin et al. 2019) with 512 positions, by default BERT-base.
 
     Args:
-        layers: their number; the next three are the sizes of one.
-        width: of a token.
-        heads: of attention.
-        inner: width between a layer's two linear ones.
+        layers: number of layers.
+        width: width of a token.
+        heads: number of attention heads.
+        inner: width between a layer's two linear modules.
         vocabulary: number of words.
-        dropout: also of attention.
-        tied: the head has the weights of the embeddings.
+        dropout: probability of dropout, in attention, too.
+        tied: whether the head has the weights of the embeddings.
     """
     embeddings = Embeddings(vocabulary, 512, width, dropout)
     head = Head(width, embeddings.words if tied else nn.Embedding(vocabulary, width))
@@ -111,11 +111,11 @@ def bert(
 
 
 class Samples(Dataset[Any]):
-    """So many samples, which repeat a few that are in memory; whole batches of them are taken at once.
+    """Samples that repeat a few in memory; a whole batch is taken at once.
 
     Args:
         pool: inputs and labels of the few.
-        count: of the samples.
+        count: number of samples.
     """
 
     def __init__(self, pool: Batch, count: int) -> None:
@@ -139,9 +139,9 @@ class Kind:
 
     Args:
         text: whether it reads words rather than pictures.
-        sizes: of the model.
-        length: of a text in words, or of a picture's sides in pixels.
-        batch: samples in a mini-batch.
+        sizes: arguments of :func:`bert` or :func:`resnet`.
+        length: length of a text in words, or of a picture's sides in pixels.
+        batch: number of samples in a mini-batch.
     """
 
     text: bool
@@ -155,7 +155,7 @@ class Kind:
         return bert(**self.sizes) if self.text else resnet(**self.sizes)
 
     def samples(self, batches: int) -> Samples:
-        """Make so many batches of random samples."""
+        """Make ``batches`` batches of random samples."""
         draws = torch.Generator().manual_seed(2)
         few = 2 * self.batch
         if self.text:
@@ -168,7 +168,7 @@ class Kind:
 
 
 def loss_of(scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of the scores of classes, or of the words of a text."""
+    """Return the cross-entropy of the scores of classes, or of a text's words."""
     return F.cross_entropy(scores.flatten(0, -2).float(), labels.flatten())
 
 
@@ -177,6 +177,6 @@ TINY_RESNET = {"blocks": (1, 1), "width": 8, "classes": 10}
 
 
 def batch_of(kind: Kind, memory: float, share: float) -> int:
-    """Return the largest power of two, ``kind.batch`` at most, whose pictures fit ``share`` of ``memory`` bytes at 0.1
-    GiB each, which ResNet-50 needs at 224²."""
+    """Return the largest power of two, at most ``kind.batch``, whose pictures fit into ``share`` of ``memory`` bytes,
+    at 0.1 GiB each, which ResNet-50 needs at 224²."""
     return min(kind.batch, 1 << int(math.log2(max(1.0, share * memory / (0.1 * 2**30)))))

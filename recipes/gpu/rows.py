@@ -1,4 +1,4 @@
-"""Rows of the report: each is tried in a process of its own, within a limit, and written down before the next one."""
+"""Rows of the report: each is tried in its own process, within a time limit, and written before the next one."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from recipes.gpu.running import Machine
 
 Values = dict[str, Any]
 _DRY = 10
-"""How much longer a row may take on a CPU, which may have other things to do."""
+"""Factor of a row's time limit on a CPU, which may have other things to do."""
 
 
 class NotPossible(Exception):
-    """It cannot be tried on this machine; the message says what it takes."""
+    """The row cannot be tried on this machine; the message says what it needs."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is tried.
+    """One trial.
 
     Args:
-        name: in the report.
-        work: returns what was measured, by name; it raises where something is wrong.
-        seconds: that it may take.
-        goals: of some values, which should be so small at most.
+        name: name in the report.
+        work: returns what was measured, by name; raises if something is wrong.
+        seconds: limit of time.
+        goals: upper bounds of some values.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a row: ``result`` is "passed", "failed", "not possible" or "not reached"."""
+    """The outcome of a row: ``result`` is "passed", "failed", "not possible" or "not reached"."""
 
     name: str
     result: str
@@ -62,8 +62,8 @@ class Report:
     """The outcomes so far, in ``gpu-report.json`` and ``gpu-report.md``.
 
     Args:
-        folder: for the two files.
-        about: what holds for all rows.
+        folder: folder for the two files.
+        about: facts about the whole report.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class Report:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
-        """Write it down, and say it."""
+        """Print ``outcome``, and write the report with it."""
         self.outcomes.append(outcome)
         print(" ".join(_cells(outcome)), flush=True)
         text = json.dumps({**self.about, "rows": list(map(asdict, self.outcomes))}, indent=1, ensure_ascii=False)
@@ -79,7 +79,7 @@ class Report:
         (self.folder / "gpu-report.md").write_text(self.table(), encoding="utf-8")
 
     def table(self) -> str:
-        """Return the report for people."""
+        """Return the report as Markdown."""
         head = "\n".join(f"- {name}: {value}" for name, value in self.about.items())
         rows = [("what", "result", "s", "found"), ("---",) * 4, *map(_cells, self.outcomes)]
         return "\n".join([head, "", *(f"| {' | '.join(row)} |" for row in rows), ""])
@@ -105,7 +105,7 @@ def _shown(value: Any) -> str:
 
 
 def run(rows: Sequence[Row], machine: Machine, report: Report, seconds: float) -> None:
-    """Try one row after the other, those before ``seconds`` have passed; what fails is written down as what works."""
+    """Try the rows in turn until ``seconds`` have passed; failures are written to the report like successes."""
     began = time.monotonic()
     for row in rows:
         if time.monotonic() - began >= seconds:
@@ -115,8 +115,8 @@ def run(rows: Sequence[Row], machine: Machine, report: Report, seconds: float) -
 
 
 def attempt(row: Row, machine: Machine, log: Path) -> Outcome:
-    """Try a row in a forked process, which opens the device anew, and writes what it prints to ``log``; all that it has
-    started ends with it."""
+    """Try a row in a forked process, which opens the device anew and prints to ``log``; all processes that it started
+    end with it."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_try, args=(row, machine, log, send))
@@ -140,13 +140,13 @@ def attempt(row: Row, machine: Machine, log: Path) -> Outcome:
 
 
 def _end(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
+    with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
         os.killpg(group, signal.SIGKILL)
 
 
 def _try(row: Row, machine: Machine, log: Path, send: Connection) -> None:
     os.setpgid(0, 0)
-    with open(log, "a") as file:  # which has what Lightning, torch and NCCL say
+    with open(log, "a") as file:  # it gets what Lightning, torch and NCCL print
         print(f"\n--- {row.name}", file=file, flush=True)
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -1,4 +1,4 @@
-"""Trainings of a trial: on forked ranks of this machine, which may share a device."""
+"""Runs a trial's trainings on forked ranks of this machine, which may share a device."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from recipes.harness.processes import be_rank, in_processes
 
 Precision = Literal["32-true", "bf16-mixed"]
 NEVER = 3600.0
-"""Seconds: each trial has a limit of its own."""
+"""Seconds; each trial has its own, shorter limit."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is tried.
+    """The machine on which trials run.
 
     Args:
-        device: torch's name of its type.
-        count: of the devices.
-        folder: for files of the trials.
-        dry: everything at a tiny size.
-        accelerator: for Lightning, where it does not know it by the name of the device.
+        device: torch's name of the type of device.
+        count: number of devices.
+        folder: folder for the trials' files.
+        dry: whether everything has a tiny size.
+        accelerator: the accelerator for Lightning, if it does not know it by the device's name.
     """
 
     device: str
@@ -49,7 +49,7 @@ class Machine:
         return [torch.device(self.device, rank % self.count) for rank in range(ranks)]
 
     def shares(self, ranks: int) -> bool:
-        """Return whether some ranks have one device together, which NCCL refuses."""
+        """Return whether some ranks share a device, which NCCL refuses."""
         return self.device == "cpu" or ranks > self.count
 
     def settle(self) -> None:
@@ -65,14 +65,14 @@ def on_ranks(
     own: Sequence[Mapping[str, str]] | None = None,
     limit: float = NEVER,
 ) -> list[Any]:
-    """Return what ``work(rank, *arguments)`` returns on each rank, in the environment in which torchrun would start it.
+    """Return what ``work(rank, *arguments)`` returns on each rank, in the environment that torchrun would set.
 
     Args:
-        count: of the ranks.
-        work: returns what is no tensor.
-        arguments: for it.
-        own: more of each rank's environment.
-        limit: seconds that they may take.
+        count: number of ranks.
+        work: the function, which must return no tensors.
+        arguments: arguments of ``work`` after the rank.
+        own: additional environment variables of each rank.
+        limit: limit of time, in seconds.
     """
     port = free_port()
     return in_processes(count, _rank, count, port, own or [{}] * count, work, arguments, timeout=limit)
@@ -86,18 +86,18 @@ def _rank(
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
-    own_threads = {"OMP_NUM_THREADS": 1}  # more would be started by Lightning, in a process that was forked
+    own_threads = {"OMP_NUM_THREADS": 1}  # else Lightning would start more in a forked process
     be_rank(rank, count, port, **own[rank], **own_threads)
     return work(rank, *arguments)
 
 
 class Trial(L.LightningModule):
-    """A network that learns to tell classes of pictures, or the words of a text.
+    """A network that learns to classify pictures, or to predict a text's words.
 
     Args:
         net: the network.
-        optimizer: makes the optimizer of some parameters.
-        pause: seconds before each step, by which this device is a slower one.
+        optimizer: makes an optimizer of parameters.
+        pause: seconds to sleep before each step, which make this device slower.
     """
 
     def __init__(self, net: nn.Module, optimizer: Callable[[Any], Any], pause: float = 0.0) -> None:
@@ -124,14 +124,14 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """AdamW as it is by default."""
+    """AdamW with its default options."""
     return torch.optim.AdamW(parameters, 1e-3)
 
 
 @dataclass
 class Watch(L.Callback):
-    """What a rank sees of its training: the losses; the seconds of a step of its second half; when epochs begin and
-    end, by a clock of all processes; what its device held at most."""
+    """Records a rank's training: its losses, the mean time of a step in its second half, when epochs begin and end (by
+    a clock that all processes share), and its device's peak memory."""
 
     machine: Machine
     steps: int
@@ -156,7 +156,7 @@ class Watch(L.Callback):
         self.epochs.append((self.began, time.monotonic()))
 
     def found(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the record."""
         cuda = self.machine.device == "cuda"
         seconds = (self.stamps[-1] - self.stamps[0]) / (self.steps // 2) if len(self.stamps) == 2 else None
         return {
@@ -168,12 +168,12 @@ class Watch(L.Callback):
 
 
 def ours(machine: Machine, ranks: int, stages: int, **options: Any) -> SDPipeStrategy:
-    """Return our strategy for so many ranks, as pipelines of ``stages``."""
+    """Return our strategy for ``ranks`` ranks in pipelines of ``stages``."""
     return SDPipeStrategy(num_stages=stages, parallel_devices=machine.devices(ranks), **options)
 
 
 def ddp(machine: Machine, ranks: int) -> DDPStrategy:
-    """Return Lightning's strategy for so many ranks."""
+    """Return Lightning's DDP strategy for ``ranks`` ranks."""
     backend = "gloo" if machine.shares(ranks) else None
     return DDPStrategy(parallel_devices=machine.devices(ranks), process_group_backend=backend)
 
@@ -181,7 +181,7 @@ def ddp(machine: Machine, ranks: int) -> DDPStrategy:
 def trainer_of(
     machine: Machine, strategy: Strategy | str, ranks: int, precision: Precision = "32-true", **options: Any
 ) -> L.Trainer:
-    """Return a Trainer that says and writes nothing."""
+    """Return a Trainer that prints and writes nothing."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     devices: Any = ranks if machine.device == "cpu" or isinstance(strategy, str) else "auto"
     return L.Trainer(
@@ -204,8 +204,8 @@ def fit(
     steps: int,
     precision: Precision = "32-true",
 ) -> dict[str, Any]:
-    """Train so many steps on this rank, and return what its :class:`Watch` saw. Batches are in an order that depends on
-    how many there are."""
+    """Train ``steps`` steps on this rank, and return what its :class:`Watch` recorded. The order of batches depends on
+    their number."""
     watch = Watch(machine, steps)
     if machine.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -221,5 +221,5 @@ def loader(samples: Samples, batch: int) -> DataLoader[Any]:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return what a data set has made a batch already."""
+    """Return ``batch``, which the data set has already collated."""
     return batch

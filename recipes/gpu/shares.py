@@ -1,8 +1,9 @@
-"""Unlike devices out of one: the rows of ``--only shares``.
+"""Makes devices of different speeds out of one: the rows of ``--only shares``.
 
-Each of four processes has its share of the device: by CUDA MPS, which gives a process that part of the multiprocessors;
-or else by pauses, which make all steps so long that the device is never busy with all of them, and those of a slower
-one longer. The rows say which. Where GPUs of unlike models are there, each has its own speed.
+Each of four processes gets a share of the device, either by CUDA MPS, which gives a process a part of the
+multiprocessors, or by pauses, which make all steps so long that the processes never compete for the device, and a
+slower process's steps longer still. The rows say which. If the machine has GPUs of different models, each has its own
+speed.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ METHODS: dict[str, Callable[[Machine], Strategy]] = {
     "SDPipe": lambda machine: ours(machine, RANKS, 1),
 }
 EPOCH_SECONDS = 15.0
-"""Of the epoch that is timed, if no process waited for another."""
+"""Length of the timed epoch if no process waited for another."""
 _IDLE = 1.25
-"""How much longer the steps of all together are than the device needs for them, where pauses make shares."""
+"""With pauses, ratio of a full-speed process's step to the device's time for one step of every process."""
 _MPS, _STARTS = "nvidia-cuda-mps-control", 15.0  # seconds
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How each process gets its share: variables of its environment, and seconds before each of its steps, which were
-    chosen for a ``length`` of one in seconds."""
+    """How each process gets its share: environment variables, and seconds of pause before each of its steps, chosen for
+    steps of ``length`` seconds."""
 
     how: str
     own: Sequence[Mapping[str, str]]
@@ -57,8 +58,8 @@ class Shares:
 
 @contextmanager
 def shares(machine: Machine, kind: Kind, parts: Sequence[float], length: float | None = None) -> Iterator[Shares]:
-    """Give each process its part of a device for the time of the block. Of pauses, ``length`` is that of a step on a
-    whole device, if it is known: trainings that are compared need the same."""
+    """Give each process its part of a device within the context. For pauses, ``length`` is the seconds of a step on a
+    whole device, if known: trainings that are compared need the same."""
     nothing: list[dict[str, str]] = [{} for _ in parts]
     if len(set(on_ranks(1, _names, machine)[0])) > 1:
         yield Shares("unlike devices", nothing, [0.0] * len(parts))
@@ -86,14 +87,14 @@ def _step_seconds(rank: int, machine: Machine, kind: Kind) -> float:
 
 @contextmanager
 def mps(machine: Machine) -> Iterator[dict[str, str] | None]:
-    """Run a daemon of CUDA MPS of one's own, and yield what its clients have in their environment; None where there is
-    none, or where it does not serve, which the first row tries for all."""
+    """Run a separate CUDA MPS daemon, and yield the environment variables of its clients; None if MPS is missing or
+    does not work, which the first row tries for all."""
     tried = machine.folder / "mps"
     served = tried.read_text() == "serves" if tried.exists() else None
     if machine.device != "cuda" or shutil.which(_MPS) is None or served is False:
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="mps-") as folder:  # short, since a socket's path is
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:  # a short path, since a socket's is limited
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         starts = _told(environment, "-d")
         try:
@@ -107,7 +108,7 @@ def mps(machine: Machine) -> Iterator[dict[str, str] | None]:
 
 
 def _told(environment: Mapping[str, str], *arguments: str, said: str = "") -> bool:
-    """Call the control of MPS, and return whether it did what it was told, in time."""
+    """Call MPS's control program, and return whether it obeyed in time."""
     call = [_MPS, *arguments]
     with suppress(subprocess.TimeoutExpired):
         own = {**os.environ, **environment}
@@ -130,8 +131,8 @@ def _product_seconds(rank: int, machine: Machine) -> float:
 
 
 def epochs(method: str, pattern: str, machine: Machine) -> Values:
-    """Time an epoch of ResNet-50 under a method, after a first one in which no speed is known; and the ratios to those
-    that were timed before."""
+    """Time an epoch of ResNet-50 with a method, after a first one in which no speed is known; also return ratios to
+    methods timed before."""
     kind = resnet50(machine)
     if machine.device == "cuda":
         memory = on_ranks(1, _memory, machine)[0]
@@ -143,7 +144,7 @@ def epochs(method: str, pattern: str, machine: Machine) -> Values:
         ranks = on_ranks(RANKS, _epochs, machine, method, kind, batches, given.pauses, own=given.own)
     length = _length(ranks)
     values = {"by": given.how, "s per epoch": length, "batches": batches}
-    if method == "alone":  # which says how many batches fit, too
+    if method == "alone":  # it also tells how many batches fit
         rate = sum(1e3 / rank["ms"] for rank in ranks)
         values = {"by": given.how, "batches/s of each": [1e3 / rank["ms"] for rank in ranks]}
         known = {
@@ -165,7 +166,8 @@ def _memory(rank: int, machine: Machine) -> int:
 
 
 def _length(ranks: Sequence[Mapping[str, Any]]) -> float:
-    """Return the seconds of the epochs but the first, from where the first rank begins to where the last one ends."""
+    """Return the mean seconds of all epochs except the first, each from the first rank's beginning to the last one's
+    end."""
     each = [zip(*(rank["epochs"] for rank in ranks), strict=True)]
     spans = [(min(begin for begin, _ in epoch), max(end for _, end in epoch)) for epoch in next(iter(each))]
     return float(statistics.mean(end - begin for begin, end in spans[1:]))

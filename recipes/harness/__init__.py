@@ -1,1 +1,1 @@
-"""Processes, hosts and links that the suites and the tests share."""
+"""Processes, hosts and links for the suites and the tests."""

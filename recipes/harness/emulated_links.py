@@ -1,10 +1,10 @@
-"""Emulated links: transfers between workers of one machine that take as long as over a given network.
+"""Emulated links: transfers between workers on one machine that take as long as over a given network.
 
-Every worker gets a network card that sends one message at a time, for bytes / β of the link to its receiver, and hands
-it over to the real transfer α after that. So messages to several receivers follow each other, as DT-FM's cost has it,
-and latencies overlap. Links of a terabyte per second and more lie within a machine, and pass the card by. What is
-measured over such links must be labelled *emulated*. Only what one process sends to one other is held up: activations,
-gradients, and averaging in groups; not collectives.
+Every worker gets a network card that sends one message at a time, in bytes / β of the link to its receiver, and starts
+the real transfer α later. So messages to several receivers follow each other, as in DT-FM's cost, and latencies
+overlap. Links of a terabyte per second or more are within a machine, and bypass the card. Measurements over these links
+must be labelled *emulated*. Only messages between two processes are delayed: activations, gradients, and averaging in
+groups, but not collectives.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch import Tensor
 from lightning_sdpipe.placement.network import Network
 
 PATIENCE = 300.0
-"""Seconds that a message may take."""
+"""Most seconds that a message may be held."""
 WITHIN_A_MACHINE = 1e12
-"""Bytes per second."""
+"""Bytes per second from which on a link is within a machine."""
 
 
 class Card:
     """The network card of this process.
 
     Args:
-        latency: seconds from this rank to each.
-        bandwidth: bytes per second, likewise.
+        latency: seconds from this rank to each rank.
+        bandwidth: bytes per second from this rank to each rank.
     """
 
     def __init__(self, latency: Sequence[float], bandwidth: Sequence[float]) -> None:
@@ -79,12 +79,12 @@ class Held:
         """Begin the real transfer."""
         try:
             self._work = self._start()
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # wait() raises it
             self._error = error
         self._begun.set()
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
-        """Wait until the receiver has taken it; ``limit`` is that of the real transfer."""
+        """Wait until the receiver has taken the message; ``limit`` is for the real transfer."""
         if not self._begun.wait(PATIENCE):
             raise RuntimeError(f"an emulated link was busy for {PATIENCE:.0f} s")
         if self._error is not None:
@@ -95,9 +95,9 @@ class Held:
 
 @contextmanager
 def emulated_links(network: Network) -> Iterator[None]:
-    """Make this process, and those that it forks meanwhile, send over ``network``, whose device i is rank i."""
+    """Within the context, make this process and those that it forks send over ``network``, whose device i is rank i."""
     latency, bandwidth = network.latency(), network.bandwidth()
-    cards: dict[int, Card] = {}  # one of each process: a fork inherits none, since no thread survives it
+    cards: dict[int, Card] = {}  # by rank, since a card's thread does not survive a fork
     real = dist.ProcessGroup.send
 
     def send(group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> Any:

@@ -1,8 +1,9 @@
-"""Emulated latency, which must be labelled so: of messages between workers, and of lines to a scheduler far away.
+"""Emulated latency, which must be labelled as such: of messages between workers, and of connections to a distant
+scheduler.
 
-Between workers a message is sent at once, over whatever link there is, and its receiver has it so much later. So
-messages that follow each other on one link are late once, as those of a stream are, and a sender waits for the link
-only. Late is what goes through ``transfers.begin``, and the state of a newcomer as a whole.
+A message between workers is sent at once, over the real link, and its receiver gets it later by the latency. So
+messages that follow each other on a link are delayed only once, as in a stream, and a sender waits only for the link.
+This delays what goes through ``transfers.begin``, and the state of a newcomer as a whole.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from lightning_sdpipe.worker.elastic import state_transfer
 from recipes.harness.processes import hook
 
 ON_THE_WAY = 3
-"""Latencies before a state has come, besides its size over the rate: both sides connect, and it is sent."""
+"""Latencies until a newcomer's state has come, besides size / rate: both sides connect, and the state is sent."""
 
 AT_ONCE = 65536
-"""Bytes."""
+"""Most bytes that are forwarded at once."""
 
 
 class Late:
@@ -44,7 +45,7 @@ class Late:
         threading.Thread(target=self._receive, args=[work, limit], name="late message", daemon=True).start()
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
-        """Wait for the message and for its latency; ``limit`` is that of the message alone."""
+        """Wait for the message and then for its latency; ``limit`` was given for the message alone."""
         self._came.wait()
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure
@@ -53,14 +54,14 @@ class Late:
     def _receive(self, work: Any, limit: timedelta) -> None:
         try:
             work.wait(limit)
-        except RuntimeError as error:  # raised where it is waited for
+        except RuntimeError as error:  # wait() raises it
             self._failure = error
         self._at = time.monotonic()
         self._came.set()
 
 
 def arrive_late(seconds: float) -> None:
-    """Make messages to this process arrive so much later, until it ends."""
+    """Make messages to this process arrive ``seconds`` later, until it ends."""
     begin = transfers.begin
 
     def begin_late(
@@ -78,12 +79,12 @@ def arrive_late(seconds: float) -> None:
 
 
 class DelayedLines:
-    """A process that listens at ``host`` on each of ``ports`` until it is closed, and forwards what TCP connections
-    say, and that they close, to the same port of this machine, ``seconds`` later in each direction. Connections are
-    made at once. It is in the namespace of the network that the calling thread is in.
+    """A process that listens at ``host`` on each of ``ports`` until closed. It forwards the data and the end of each
+    TCP connection to the same port on this machine, ``seconds`` later in each direction; connections are made at once.
+    It is in the calling thread's network namespace.
 
     Raises:
-        OSError: one of the ports cannot be had.
+        OSError: a port is not available.
     """
 
     def __init__(self, host: str, ports: Sequence[int], seconds: float) -> None:
@@ -103,21 +104,21 @@ class DelayedLines:
 async def _serve(listening: Sequence[socket.socket], seconds: float) -> None:
     for each in listening:
         await asyncio.start_server(partial(_forward_both, each.getsockname()[1], seconds), sock=each)
-    await asyncio.Event().wait()  # for ever
+    await asyncio.Event().wait()  # forever
 
 
 async def _forward_both(port: int, seconds: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Forward a connection to ``port``."""
     try:
         there, back = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:  # no scheduler listens at the moment
+    except OSError:  # no scheduler listens now
         writer.transport.abort()
         return
     await asyncio.gather(_forward(reader, back, seconds), _forward(there, writer, seconds))
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Forward what one side says until it closes."""
+    """Forward one side's data until it closes."""
     clock = asyncio.get_running_loop().time
     said: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
@@ -126,12 +127,12 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, s
         while data:
             try:
                 data = await reader.read(AT_ONCE)
-            except OSError:  # of a process that was killed with something unread
+            except OSError:  # a process was killed before it read everything
                 data = b""
             said.put_nowait((clock() + seconds, data))
 
     hearing = asyncio.ensure_future(hear())
-    with contextlib.suppress(OSError):  # the other side has gone, as its own direction says
+    with contextlib.suppress(OSError):  # the other side is gone, which its own direction handles
         while True:
             due, data = await said.get()
             await asyncio.sleep(due - clock())

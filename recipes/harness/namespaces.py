@@ -1,5 +1,5 @@
-"""Hosts as far as the network is concerned: a namespace each, joined by a bridge, with cables that can be pulled and
-links that the kernel slows down (``tc tbf`` at both ends). It takes root, and ``ip`` and ``tc`` of iproute2.
+"""Emulated hosts: network namespaces joined by a bridge, with cables that can be pulled and links that the kernel slows
+down (``tc tbf`` at both ends). This needs root, and ``ip`` and ``tc`` from iproute2.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from pathlib import Path
 _NETWORK = 0x40000000  # CLONE_NEWNET
 INTERFACE = "sdpipe0"
 BURST = 131072
-"""Bytes that a bucket lets pass at once: more than the largest packet."""
+"""Bytes that may pass at once: more than the largest packet."""
 
 
 class NotAllowed(Exception):
-    """Network namespaces, which take root, cannot be made here; the message says why."""
+    """This process may not make network namespaces or mount disks; the message says why."""
 
 
 @contextmanager
 def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
-    """Make ``count`` hosts and yield their names; see :func:`address`. Without a rate, links are not slowed down.
+    """Make ``count`` hosts and yield their names; :func:`address` gives their addresses. Without a rate, links are not
+    slowed down.
 
     Raises:
-        NotAllowed: there is no root, or no command, or the kernel refuses.
+        NotAllowed: this process is not root, a command is missing, or the kernel refuses.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NotAllowed("network namespaces need root and the commands ip and tc (package iproute2)")
@@ -58,31 +59,31 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
 
 
 def plug(number: int, on: bool) -> None:
-    """Plug in the cable of one of the :func:`hosts` that this process made, or pull it."""
+    """Plug in or pull the cable of one of the :func:`hosts` that this process made."""
     _run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if on else "down")
 
 
 def part(number: int) -> None:
-    """Cut this host off from every other one for which this function was called."""
+    """Cut this host off from all other hosts for which this function was called."""
     _run("ip", "-n", _switch(), "link", "set", f"port{number}", "type", "bridge_slave", "isolated", "on")
 
 
 def slow_down(number: int, rate_mbit: float, burst: int = BURST) -> None:
-    """Limit the rate of this host's cable in both directions; ``burst`` bytes at once may pass."""
+    """Limit the rate of this host's cable in both directions; ``burst`` bytes may pass at once."""
     for owner, device in _ends(number):
         bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", "10s")
         _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
 
 
 def enter(name: str) -> None:
-    """Move the calling thread, and what it starts from now on, into a namespace."""
+    """Move the calling thread, and whatever it starts from now on, into a namespace."""
     with Path("/run/netns", name).open() as namespace:
         _enter(namespace.fileno(), name)
 
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """Move the calling thread into a namespace for the body of this context."""
+    """Move the calling thread into a namespace within the context."""
     with Path("/proc/thread-self/ns/net").open() as before:
         enter(name)
         try:
@@ -96,7 +97,7 @@ def address(number: int) -> str:
 
 
 def _remove_what_was_left() -> None:
-    """Remove the namespaces of processes that were killed in the midst of :func:`hosts`, and what runs in them."""
+    """Remove the namespaces of processes that were killed within :func:`hosts`, and kill what runs in them."""
     for namespace in Path("/run/netns").glob("sd[hs]*"):
         if (made := re.match(r"sd(?:h|sw)(\d+)", namespace.name)) and not Path("/proc", made[1]).exists():
             left = subprocess.run(["ip", "netns", "pids", namespace.name], capture_output=True, text=True, check=False)
@@ -113,7 +114,7 @@ def _enter(namespace: int, name: str) -> None:
 
 
 def _ends(number: int) -> list[tuple[str, str]]:
-    """Return the namespace and the device of both ends of this host's cable."""
+    """Return the namespace and the device of each end of this host's cable."""
     return [(_name(number), INTERFACE), (_switch(), f"port{number}")]
 
 

@@ -1,7 +1,7 @@
-"""Elastic runs of forked pipelines on this machine, which are killed and started again at will.
+"""Elastic runs of forked pipelines on this machine, which can be killed and restarted at will.
 
-Every process says what it does in a diary, in lines of JSON that are in the file before it goes on: what a process did
-is known however it ended. Times are of the system's monotonic clock, which is one for all processes.
+Every process writes what it does to a diary, in lines of JSON that are in the file before it goes on: so what it did is
+known however it ended. Times are from the system's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from recipes.harness.late_messages import DelayedLines
 from recipes.harness.processes import be_rank
 
 DIARY = "SDPIPE_DIARY"
-"""In the environment, the file of this process's diary."""
+"""The environment variable with the file of this process's diary."""
 
 
 class Diary(L.Callback):
@@ -45,50 +45,50 @@ class Diary(L.Callback):
         self._file = os.open(os.environ[DIARY], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def say(self, **what: Any) -> None:
-        """Write one line, now."""
+        """Write one line at once."""
         os.write(self._file, (json.dumps({"at": time.monotonic(), **what}) + "\n").encode())
 
 
 @dataclass
 class Record:
-    """A record has the lines that one process wrote: what happened, when, and at which update."""
+    """The lines that one process wrote: what happened, when, and at which update."""
 
     pipeline: int
     rank: int
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def said(self, what: str) -> list[dict[str, Any]]:
-        """Return the lines that say so."""
+        """Return the lines that have the key ``what``."""
         return [line for line in self.lines if what in line]
 
     def times(self, what: str) -> list[float]:
-        """Return when that happened."""
+        """Return the times of the lines that have the key ``what``."""
         return [line["at"] for line in self.said(what)]
 
 
 class Traces:
-    """What processes leave in a directory: diaries, and logs of what they print."""
+    """The files that processes leave in a directory: diaries, and logs of what they print."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._read: dict[Path, tuple[int, Record]] = {}
 
     def records(self, pipeline: int | str = "*", rank: int | str = "*") -> list[Record]:
-        """Return what all processes have said so far, in the order of their starts; or those of one pipeline or rank.
-        Each call reads on where the one before has ended."""
+        """Return the records of all processes so far, or of one pipeline or rank, in the order of their starts. Each
+        call reads on where the previous one ended."""
         paths = sorted(self.directory.glob(f"*-{pipeline}-{rank}.diary"))
         for path in paths:
             _, number, place = path.stem.split("-")
             at, record = self._read.get(path) or (0, Record(int(number), int(place)))
             with path.open("rb") as file:
                 file.seek(at)
-                whole, end, _ = file.read().rpartition(b"\n")  # without a line that is not whole
+                whole, end, _ = file.read().rpartition(b"\n")  # without an incomplete line
             record.lines += map(json.loads, whole.splitlines())
             self._read[path] = at + len(whole + end), record
         return [self._read[path][1] for path in paths]
 
     def said(self) -> str:
-        """Return the ends of what processes have printed."""
+        """Return the end of what each process has printed."""
         ends = [f"{path.name}: {path.read_text()[-20000:]}" for path in sorted(self.directory.rglob("*.log"))]
         return "\n".join(end for end in ends if not end.endswith(": "))
 
@@ -97,15 +97,15 @@ class Pipelines(Traces):
     """A scheduler and the pipelines' processes, which end with the context.
 
     Args:
-        directory: for all files.
+        directory: directory for all files.
         num_stages: M.
-        num_pipelines: N; so many begin together, unless ``terms`` have another number.
-        worker_timeout: of the scheduler.
-        hosts: namespaces of the network, one of each pipeline, and at the end that of the scheduler, in which the
-            calling thread is; none if all are on this machine.
-        latency: seconds by which what the scheduler says and hears arrives late, emulated.
-        log: of the scheduler's events.
-        terms: of the run, as :class:`~lightning_sdpipe.membership.elastic_config.ElasticConfig` has them.
+        num_pipelines: N, the number that begin together, unless ``terms`` gives another.
+        worker_timeout: the scheduler's ``worker_timeout``.
+        hosts: network namespaces, one for each pipeline and a last one for the scheduler, in which the calling thread
+            is; empty if all are on this machine.
+        latency: emulated seconds by which messages to and from the scheduler arrive late.
+        log: file for the scheduler's events.
+        terms: further fields of :class:`~lightning_sdpipe.membership.elastic_config.ElasticConfig`.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class Pipelines(Traces):
         """The number of the newest start of each pipeline."""
 
     def start(self, pipeline: int, work: Callable[[], object]) -> None:
-        """Start the processes of a pipeline, each of which does ``work``; and the scheduler, when a worker has said
-        what it decides by."""
+        """Start the processes of a pipeline, each of which does ``work``. Start the scheduler, too, once a worker has
+        told its policy."""
         self.end(pipeline)
         self._ports[pipeline] = port = reserve_port()
         self.newest[pipeline] = number = max(self.newest.values(), default=0) + 1
@@ -179,7 +179,7 @@ class Pipelines(Traces):
         work()
 
     def restart_scheduler(self) -> float:
-        """Kill it, and start it again at once; return the seconds without one."""
+        """Kill the scheduler and restart it at once; return the seconds without one."""
         assert self.scheduler.pid
         began = time.monotonic()
         self.scheduler.bury()
@@ -187,7 +187,7 @@ class Pipelines(Traces):
         return time.monotonic() - began
 
     def kill(self, pipeline: int, rank: int = 0, number: int = signal.SIGKILL) -> float:
-        """Send a signal to one process, from outside; return when."""
+        """Send a signal to one process from outside; return when."""
         process = self._processes[pipeline][rank]
         assert process.pid is not None
         self.killed_at[pipeline] = now = time.monotonic()
@@ -195,19 +195,19 @@ class Pipelines(Traces):
         return now
 
     def exit_codes(self, pipeline: int) -> list[int | None]:
-        """Return the exit codes of its processes, by rank; None of those that live."""
+        """Return the exit codes of the pipeline's processes, by rank; None for a live one."""
         return [process.exitcode for process in self._processes.get(pipeline, [])]
 
     def lives(self, pipeline: int) -> bool:
-        """Return whether all of its processes live."""
+        """Return whether all of the pipeline's processes are alive."""
         return self.exit_codes(pipeline) == [None] * self.num_stages
 
     def ended(self, pipeline: int) -> bool:
-        """Return whether all of its processes have ended."""
+        """Return whether all of the pipeline's processes have ended."""
         return None not in self.exit_codes(pipeline)
 
     def end(self, pipeline: int) -> None:
-        """Kill its processes."""
+        """Kill the pipeline's processes."""
         for process in self._processes.pop(pipeline, []):
             process.kill()
             process.join()
@@ -224,7 +224,7 @@ class Pipelines(Traces):
         return [] if members is None else sorted(members.lives)
 
     def failure(self) -> str | None:
-        """Return why the scheduler says that the run has failed, if it does."""
+        """Return why the run has failed, according to the scheduler; None if it has not."""
         status = self.status()
         return status.failure or (None if status.members is None else status.members.over)
 
@@ -232,7 +232,7 @@ class Pipelines(Traces):
         """Wait until ``until`` returns something true, and return that.
 
         Raises:
-            TimeoutError: it was not, with what the processes have printed last.
+            TimeoutError: it did not in time; the message has what the processes printed last.
         """
         end = time.monotonic() + seconds
         while not (found := until()):
@@ -254,11 +254,11 @@ class Pipelines(Traces):
 
 
 def set_up(path: Path) -> None:
-    """Give this process a log and a diary beside ``path``, and one thread to compute with."""
+    """Give this process a log and a diary beside ``path``, and one thread for computing."""
     log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(log, number)
-        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # that of before may be pytest's own
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))  # the old one may be pytest's
     os.environ |= {DIARY: f"{path}.diary", "OMP_NUM_THREADS": "1"}  # else Lightning gives each job all processors
     torch.set_num_threads(1)
     logging.basicConfig(force=True)

@@ -1,4 +1,4 @@
-"""Run a function in several processes that gloo connects, on this machine or on hosts that are its namespaces."""
+"""Runs a function in several processes, connected by gloo, on this machine or in its network namespaces."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from recipes.harness import namespaces
 Result = TypeVar("Result")
 TRANSFER_TIMEOUT = timedelta(minutes=10)
 PATIENCE = 1800.0
-"""Seconds that processes may take by default, on a machine with much else to do as well."""
+"""Most seconds that processes may take by default, on a busy machine."""
 AFTER_A_FAILURE = 5.0
-"""Seconds in which the others may say what they saw of a rank's failure."""
+"""Seconds in which other ranks may report what they saw of a rank's failure."""
 _GRACE_SECONDS = 2.0
 
 holds = True
-"""Whether a rank that is done holds its connections until all are, since a closed one ends a group that others still
-make. A rank sets it to False after an error that the others shall hear of."""
+"""Whether a finished rank keeps its connections until all have finished, since closing one ends a group that others are
+still making. A rank sets this to False after an error that the others should notice."""
 
 
 def run_processes(
@@ -42,7 +42,7 @@ def run_processes(
     transfer_timeout: timedelta = TRANSFER_TIMEOUT,
     **waits: Any,
 ) -> list[Result]:
-    """Do what :func:`in_processes` does, in ranks that gloo connects."""
+    """Do what :func:`in_processes` does, with ranks connected by gloo."""
     with tempfile.TemporaryDirectory() as directory:
         connected = partial(_connected, [], f"file://{directory}/store", count, transfer_timeout, work)
         return in_processes(count, connected, *arguments, **waits)
@@ -51,8 +51,8 @@ def run_processes(
 def run_on_hosts(
     hosts: Sequence[str], port: int, work: Callable[..., Result], *arguments: Any, timeout: float
 ) -> list[Result]:
-    """Do what :func:`run_processes` does, with a rank on each of ``hosts``, whose names may repeat. The first of all
-    namespaces listens at ``port``, and a transfer may take half of ``timeout``."""
+    """Do what :func:`run_processes` does, with a rank on each of ``hosts``, whose names may repeat. Host 0 listens at
+    ``port``, and a transfer may take half of ``timeout``."""
     store, limit = f"tcp://{namespaces.address(0)}:{port}", timedelta(seconds=timeout / 2)
     placed = partial(_connected, hosts, store, len(hosts), limit, work)
     return in_processes(len(hosts), placed, *arguments, timeout=timeout)
@@ -71,7 +71,7 @@ def _connected(
         namespaces.enter(hosts[rank])
         os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
-    dist.barrier()  # a rank with nothing to do would close its connections while another still makes them
+    dist.barrier()  # a rank with nothing to do would close its connections while another is still making them
     return work(rank, *arguments)
 
 
@@ -83,8 +83,8 @@ def be_rank(rank: int, count: int, port: int | None, **more: object) -> None:
 
 
 def hook(owner: Any, name: str, does: Callable[..., object], after: bool = False) -> None:
-    """Let ``does`` be called, with the same arguments, before each call of this function of a class or module, or after
-    it; in this process, until it ends."""
+    """Call ``does``, with the same arguments, before or after each call of function ``name`` of a class or module, in
+    this process, until it ends."""
     whole = getattr(owner, name)
 
     def hooked(*arguments: Any, **more: Any) -> Any:
@@ -113,14 +113,14 @@ def in_processes(
 
     Args:
         count: world size.
-        work: its result is pickled, with the values of tensors.
-        arguments: passed to it after the rank.
+        work: the function; its result is pickled, with the values of tensors.
+        arguments: arguments after the rank.
         timeout: seconds for everything.
-        lost: ranks that may die; for one that does, None is returned.
-        after_failure: seconds in which the others may say what they saw of a rank's failure.
+        lost: ranks that may die; a rank that does gets None as its result.
+        after_failure: seconds in which other ranks may report what they saw of a rank's failure.
 
     Raises:
-        RuntimeError: ranks raised, with their tracebacks, or died.
+        RuntimeError: ranks raised or died; the message has the tracebacks.
         TimeoutError: a rank was not done in time.
     """
     context = multiprocessing.get_context("fork")
@@ -131,7 +131,7 @@ def in_processes(
             here, there = context.Pipe()
             process = context.Process(target=_run, args=(there, rank, work, arguments))
             process.start()
-            there.close()  # the child alone holds it, so its death is an end of file here
+            there.close()  # only the child holds it now, so its death is an end of file here
             stack.push(lambda error, *_, process=process: _end(process, error is not None))
             ranks[stack.enter_context(here)] = rank
         results: dict[int, Any] = {}
@@ -156,7 +156,7 @@ def in_processes(
             left = [ranks[pipe] for pipe in waiting]
             raise TimeoutError(f"ranks {left} of {count} were not done within {timeout} s")
         for pipe in ranks:
-            with suppress(OSError):  # it does not wait for this
+            with suppress(OSError):  # the rank may not wait for this
                 pipe.send_bytes(b"all are done")
     return [results[rank] for rank in range(count)]
 

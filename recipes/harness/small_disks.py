@@ -1,4 +1,4 @@
-"""Small disks that are full for a while: file systems in memory, mounted where files are written. It takes root."""
+"""Small disks that can be filled for a while: file systems in memory, mounted where files are written. Needs root."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FILLER = ".filler"
 
 @contextmanager
 def disk(place: Path) -> Iterator[None]:
-    """Make ``place`` a directory on a disk of its own for the body of this context.
+    """Within the context, make ``place`` a directory on its own disk.
 
     Raises:
-        NotAllowed: it cannot be mounted.
+        NotAllowed: the disk cannot be mounted.
     """
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(place)]
@@ -36,7 +36,7 @@ def disk(place: Path) -> Iterator[None]:
 
 
 def fill(place: Path) -> None:
-    """Take all space that the disk has left."""
+    """Fill all space that is left on the disk."""
     with open(place / _FILLER, "wb", buffering=0) as file:
         try:
             while True:
@@ -47,5 +47,5 @@ def fill(place: Path) -> None:
 
 
 def empty(place: Path) -> None:
-    """Give the space back."""
+    """Free the space that :func:`fill` took."""
     (place / _FILLER).unlink()

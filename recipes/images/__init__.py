@@ -1,1 +1,1 @@
-"""Pictures for image classifiers: how data sets are read, and how pictures are varied while training."""
+"""Pictures for image classifiers: reads data sets, and varies pictures while training."""

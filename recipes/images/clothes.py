@@ -18,10 +18,10 @@ class ClothesResNet(Classifier):
     has 29,490 parameters.
 
     Args:
-        channels: of the first convolution; the next two have twice and four times as many.
+        channels: channels of the first convolution; the next two have twice and four times as many.
         lr: the largest learning rate of the cycle, which spans the whole training.
-        momentum: of SGD.
-        weight_decay: of SGD.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of SGD.
     """
 
     def __init__(self, channels: int = 8, lr: float = 0.2, momentum: float = 0.9, weight_decay: float = 5e-4) -> None:

@@ -1,4 +1,4 @@
-"""ImageNet-1K, from a folder of pictures or as Hugging Face keeps it."""
+"""ImageNet-1K, from a folder of pictures or in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sdpipe.pipeline.data import stand_in
 from recipes.missing import MissingDataError
 
-_MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # of ImageNet's colours, as is usual
+_MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # of ImageNet's colours, the usual values
 _DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 _SUFFIXES = frozenset({".jpeg", ".jpg", ".png"})
 
 
 class Pictures(Protocol):
-    """Pictures that are decoded when they are asked for."""
+    """Pictures that are decoded on access."""
 
     def __len__(self) -> int: ...
 
     def label(self, index: int) -> int: ...
 
     def image(self, index: int) -> Any:
-        """A ``PIL.Image.Image``."""
+        """Return picture ``index`` as a ``PIL.Image.Image``."""
 
 
 class Folder:
-    """One folder per class, numbered in the order of their names.
+    """A folder for each class, numbered in the order of their names.
 
     Raises:
         MissingDataError: there is no picture.
@@ -63,10 +63,10 @@ class Folder:
 
 
 class HuggingFace:
-    """A split of a data set with the columns ``image`` and ``label``, left by ``DatasetDict.save_to_disk``.
+    """A split of a data set with the columns ``image`` and ``label``, written by ``DatasetDict.save_to_disk``.
 
     Raises:
-        MissingDataError: it is not there.
+        MissingDataError: the data set is not there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,13 +99,13 @@ def missing(looked_for: str) -> MissingDataError:
 
 
 def open_pictures(folder: Path) -> Pictures:
-    """Whichever of the two is there."""
+    """Open whichever of the two ``folder`` has."""
     return HuggingFace(folder) if (folder / "state.json").is_file() else Folder(folder)
 
 
 def random_crop(image: Any, size: int) -> Any:
-    """A part of a picture that covers 8 to 100 % of it at 3:4 to 4:3, scaled to ``size``, mirrored every other time
-    (Szegedy et al. 2015, §6). Random numbers come from torch's global generator."""
+    """Return a random part of a picture, 8 to 100 % of its area at 3:4 to 4:3, scaled to ``size`` and mirrored with
+    probability ½ (Szegedy et al. 2015, §6). Random numbers come from torch's global generator."""
     from PIL import Image
 
     width, height = image.size
@@ -118,7 +118,7 @@ def random_crop(image: Any, size: int) -> Any:
 
 
 def centre_crop(image: Any, size: int) -> Any:
-    """The middle seven eighths of a picture's shorter side, as a square of ``size``."""
+    """Return the centre square with 7/8 of a picture's shorter side, scaled to ``size``."""
     from PIL import Image
 
     width, height = image.size
@@ -132,9 +132,9 @@ class Decoded(Dataset[tuple[Tensor, Tensor]]):
     """Pictures as normalised float32 tensors of shape ``(3, size, size)``, and labels.
 
     Args:
-        pictures: where they come from.
-        size: pixels.
-        crop: of a decoded picture, to that size.
+        pictures: the pictures.
+        size: side in pixels.
+        crop: crops a decoded picture to that size.
     """
 
     pictures: Pictures
@@ -155,7 +155,7 @@ class Decoded(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Labels(Dataset[Tensor]):
-    """The labels alone; :meth:`collate` makes batches like those of :class:`Decoded`, without reading a picture."""
+    """Only the labels; :meth:`collate` makes batches like those of :class:`Decoded`, without reading a picture."""
 
     pictures: Pictures
     size: int
@@ -174,10 +174,10 @@ class ImageNet(L.LightningDataModule):
     """ImageNet-1K in ``folder/train`` and ``folder/val``.
 
     Args:
-        folder: that holds both.
-        batch_size: of one pipeline.
-        size: pixels of a side.
-        num_workers: processes that decode pictures for each rank of a first stage; the others read labels only.
+        folder: folder that holds both.
+        batch_size: batch size of one pipeline.
+        size: side in pixels.
+        num_workers: processes that decode pictures for each rank of a first stage; other ranks read only labels.
     """
 
     def __init__(self, folder: str, batch_size: int = 256, size: int = 224, num_workers: int = 8) -> None:
@@ -189,7 +189,7 @@ class ImageNet(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         for part in ("train", "val"):
-            open_pictures(self.folder / part)  # what is missing is said once, by one rank
+            open_pictures(self.folder / part)  # if missing, only one rank says so
 
     def setup(self, stage: str) -> None:
         self.train, self.val = (open_pictures(self.folder / part) for part in ("train", "val"))

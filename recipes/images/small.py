@@ -1,4 +1,4 @@
-"""Data sets of small pictures, which fit into memory, and the formats that they are kept in."""
+"""Data sets of small pictures, which fit into memory, and their file formats."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Small(L.LightningDataModule):
     """The common part of both data modules.
 
     Args:
-        folder: that holds the files.
-        batch_size: of one pipeline.
+        folder: folder that holds the files.
+        batch_size: batch size of one pipeline.
         num_workers: processes that prepare pictures for each rank.
-        augment: training pictures are moved and mirrored.
+        augment: whether training pictures are shifted and mirrored.
     """
 
     def __init__(self, folder: str, batch_size: int = 256, num_workers: int = 1, augment: bool = True) -> None:
@@ -42,14 +42,14 @@ class _Small(L.LightningDataModule):
 
     @abstractmethod
     def read(self, train: bool) -> Pictures:
-        """Pictures, uint8 of shape ``(n, channels, height, width)``, and labels.
+        """Return pictures, uint8 of shape ``(n, channels, height, width)``, and labels.
 
         Raises:
             MissingDataError: the files are not in the folder.
         """
 
     def prepare_data(self) -> None:
-        self.read(train=False)  # what is missing is said once, by one rank
+        self.read(train=False)  # if files are missing, only one rank says so
 
     def setup(self, stage: str) -> None:
         self.train, self.val = (PictureDataset(*self.read(train), train and self.augment) for train in (True, False))
@@ -129,7 +129,7 @@ class PictureDataset(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return several at once, as loaders ask for them: that is faster."""
+        """Return several pictures at once, which is faster; loaders call this."""
         images: Iterable[Tensor] = self.images[indices].float() / 127.5 - 1
         if self._augment:
             images = [shift_and_flip(image, _PADDING) for image in images]
@@ -137,8 +137,8 @@ class PictureDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def shift_and_flip(image: Tensor, padding: int) -> Tensor:
-    """``image``, of shape ``(channels, height, width)``, moved by up to ``padding`` pixels over a margin of zeros, and
-    mirrored left to right every other time. Random numbers come from torch's global generator."""
+    """Return ``image``, of shape ``(channels, height, width)``, shifted by up to ``padding`` pixels over a margin of
+    zeros, and mirrored left to right with probability ½. Random numbers come from torch's global generator."""
     _, height, width = image.shape
     top, left = torch.randint(2 * padding + 1, (2,)).tolist()
     moved = F.pad(image, (padding,) * 4)[:, top : top + height, left : left + width]
@@ -161,16 +161,16 @@ def read_cifar10(file: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_idx(file: Path) -> Tensor:
-    """Read the array in an IDX file of unsigned bytes, packed with gzip or not: MNIST and Fashion-MNIST are kept so.
+    """Read the array in an IDX file of unsigned bytes, the format of MNIST and Fashion-MNIST, gzipped or not.
 
-    Layout: two zero bytes, the kind of the numbers, how many dimensions there are, each of these as a big-endian
-    32-bit number, and then the numbers.
+    Layout: two zero bytes, the type of the numbers, the number of dimensions, each dimension as a big-endian 32-bit
+    number, and then the numbers.
 
     Returns:
         A uint8 tensor of the shape that the file gives.
 
     Raises:
-        ValueError: the file is of another format, is not as long as it says, or cannot be unpacked.
+        ValueError: the file has another format or another length than it says, or cannot be unpacked.
     """
     data = file.read_bytes()
     if data[:2] == b"\x1f\x8b":

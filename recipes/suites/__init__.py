@@ -1,1 +1,1 @@
-"""The benchmark suites: a folder each, whose `run` returns rows and ratios."""
+"""The benchmark suites, modules or packages whose `run` returns rows and ratios."""

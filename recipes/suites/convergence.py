@@ -1,7 +1,7 @@
 """Accuracy at equal work, in virtual time: how much is learned from equally many samples, and how soon.
 
 Gradients are real, and so are the decisions of policies and of the dealer; only the length of a mini-batch on each
-device is assumed. All methods have the same seeds: of weights, of the order of samples, and of the devices' jitter.
+device is assumed. All methods have the same seeds, for weights, the order of samples, and the devices' jitter.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ LOWER_IS_BETTER = frozenset({"samples"})
 OURS, BASELINE = "sdpipe", "all_reduce"
 SAMPLES_GOAL, TIME_GOALS = 1.05, {"static": 1.5, "static4": 2.2}
 TARGET_AT = 0.8
-"""Share of the samples after which the mean of all-reduce's runs is at the target."""
+"""The target is the mean of all-reduce's runs after this share of the samples."""
 T95 = (math.inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t of a two-sided interval of 95 %, by degrees of freedom."""
+"""Student's t for a two-sided 95 % interval, by degrees of freedom."""
 JITTER = 0.05
 """Share by which the length of a mini-batch varies."""
 LOSS = "val_loss"
 GROUP = ("part", "task", "heterogeneity", "rate")
-"""Columns of rows that are compared with each other."""
+"""Columns in which rows agree that are compared with each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """A training, and how it is looked at.
+    """A training, and how it is evaluated.
 
     Args:
-        method: of synchronisation, for Hydra, as the next two.
-        heterogeneity: of the devices.
-        workload: the ``model`` and the ``data``.
-        num_pipelines: of one stage each.
-        passes: over the data.
-        seconds: of a mini-batch on a device of full speed.
-        exchange: seconds for which a group exchanges, whatever its size.
-        variance_correction: of Adam, in the methods that average models.
-        metric: that ``validation_step`` logs.
-        points: of the learning curve.
-        seed: of everything that is drawn.
+        method: specification of the method, for Hydra.
+        heterogeneity: specification of the devices' heterogeneity, for Hydra.
+        workload: specifications of the ``model`` and the ``data``, for Hydra.
+        num_pipelines: number of pipelines, of one stage each.
+        passes: passes over the data.
+        seconds: seconds of a mini-batch on a device at full speed.
+        exchange: seconds of an exchange in a group, whatever its size.
+        variance_correction: whether Adam's variance is corrected, with methods that average models.
+        metric: a metric that ``validation_step`` logs.
+        points: number of points of the learning curve.
+        seed: seed of all draws.
     """
 
     method: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Learning:
     seed: int
 
     def work(self, iterations: int) -> Work:
-        """Return the work of an epoch with so many iterations."""
+        """Return the work of an epoch with this number of iterations."""
         slow = seeded(self.heterogeneity, self.seed)
         length = jittered(self.seconds, JITTER, self.seed)
         return Work(1, self.num_pipelines, iterations, length, heterogeneity=slow, exchange=lambda group: self.exchange)
@@ -93,18 +93,18 @@ def run(
     """Run the parts that ``only`` names.
 
     Args:
-        parts: by name: the methods that are ``compared``, under which ``conditions``, at which multiples of the
-            learning rate (``rates``), and how many ``repeats`` with seeds that count up.
+        parts: by name: the methods to be ``compared``, the ``conditions``, the multiples of the learning rate
+            (``rates``), and the number of ``repeats``, whose seeds count up.
         only: names of parts.
-        tasks: by name: ``model`` and ``data``, the ``metric``, ``variance_correction``, and the ``goal`` of the final
-            difference. Of a loss (``LOSS``) less is better, and the difference is in per cent; of a share more, and it
-            is in points.
+        tasks: by name: ``model`` and ``data``, the ``metric``, ``variance_correction``, and the ``goal`` for the final
+            difference. For a loss (``LOSS``), less is better and the difference is in per cent; for a share, more is
+            better and it is in points.
         learned: names of tasks.
-        pipelines: their number under each condition.
-        fields: others of :class:`Learning`, the same for all.
-        processes: that train at the same time.
-        output: finished rows are kept beside this file, and figures are drawn there; None for neither.
-        seed: of the first repeat.
+        pipelines: number of pipelines under each condition.
+        fields: other fields of :class:`Learning`, the same for all.
+        processes: number of processes that train at the same time.
+        output: file beside which finished rows are kept and figures drawn; None for neither.
+        seed: seed of the first repeat.
         known: specifications of ``methods`` and ``heterogeneity`` for Hydra, by name.
     """
     require_matplotlib(output)
@@ -157,7 +157,7 @@ def _cases(
 
 
 def _measure_at_once(grid: Grid, asked: Sequence[Learning], processes: int) -> None:
-    """Measure what the grid does not have yet."""
+    """Measure the trainings that the grid does not have yet."""
     asked = [each for each in asked if not grid.has(each)]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         results = pool.map(measure, asked) if processes > 1 else map(measure, asked)
@@ -167,7 +167,7 @@ def _measure_at_once(grid: Grid, asked: Sequence[Learning], processes: int) -> N
 
 
 def _without_time(asked: Learning) -> Learning:
-    """Return the training of which this one differs in its times alone: under all-reduce the devices change no more."""
+    """Return a training from which this one differs only in its times: with all-reduce, devices affect nothing else."""
     if asked.method["_target_"].rpartition(".")[2] != AllReduce.__name__:
         return asked
     return replace(asked, heterogeneity={"_target_": "lightning_sdpipe.heterogeneity.Delays"})
@@ -183,8 +183,8 @@ def _in_time(asked: Learning, row: Row) -> list[list[float]]:
 
 
 def measure(asked: Learning) -> Row:
-    """Return the ``curve`` of a training: seconds, samples of all pipelines, and the metric of their mean; its last
-    value, ``final``, and ``iterations``, the mini-batches of an equal share of an epoch."""
+    """Return the ``curve`` of a training (seconds, samples of all pipelines, and the metric of their mean), its
+    ``final`` value, and ``iterations``, the number of mini-batches in an equal share of an epoch."""
     torch.set_num_threads(1)
     method = seeded(asked.method, asked.seed)
     jointly = isinstance(method, AllReduce)
@@ -224,14 +224,14 @@ def measure(asked: Learning) -> Row:
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows that are compared with each other."""
+    """Return the rows in groups that are compared with each other."""
     keys = dict.fromkeys(tuple(row[name] for name in GROUP) for row in rows)
     return [chosen(rows, **dict(zip(GROUP, key, strict=True))) for key in keys]
 
 
 def note_targets(rows: Sequence[Row], falls: bool = False) -> None:
-    """Note the time and the samples to the target in each row, if there is an all-reduce; the metric ``falls``, or
-    rises."""
+    """Add the time and the samples to the target to each row, if all-reduce was measured. ``falls`` says that a lower
+    metric is better."""
     if base := chosen(rows, what=BASELINE):
         at = round(TARGET_AT * len(base[0]["curve"])) - 1
         target = statistics.fmean(row["curve"][at][2] for row in base)
@@ -242,8 +242,8 @@ def note_targets(rows: Sequence[Row], falls: bool = False) -> None:
 
 
 def to_target(curve: Sequence[Sequence[float]], target: float, falls: bool = False) -> tuple[float, float] | None:
-    """Return seconds and samples at which the curve, which rises or ``falls``, first reaches ``target``, between its
-    points in proportion; None if it does not."""
+    """Return the seconds and samples at which the curve, which rises or ``falls``, first reaches ``target``,
+    interpolated linearly; None if it never does."""
     before: Sequence[float] | None = None
     for point in curve:
         if point[2] <= target if falls else point[2] >= target:
@@ -256,7 +256,7 @@ def to_target(curve: Sequence[Sequence[float]], target: float, falls: bool = Fal
 
 
 def ratios(rows: Sequence[Row], tasks: Mapping[str, Mapping[str, Any]]) -> Ratios:
-    """Compare methods with all-reduce, seed by seed: their means, and intervals of 95 %."""
+    """Compare methods with all-reduce, seed by seed; return means and 95 % intervals."""
     found: Ratios = {}
     for group in _groups(rows):
         about, first = tasks[group[0]["task"]], group[0]
@@ -289,7 +289,8 @@ def ratios(rows: Sequence[Row], tasks: Mapping[str, Mapping[str, Any]]) -> Ratio
 
 
 def _quotients(pairs: Sequence[tuple[Row, Row]]) -> dict[str, list[float]]:
-    """Return those of samples, time and rate; a run that does not reach the target needs infinitely many samples."""
+    """Return the quotients of samples, time and rate. A run that never reaches the target needs infinitely many
+    samples."""
     reached = [(a, b) for a, b in pairs if b["samples_to_target"] is not None]
     samples = [(a["samples_to_target"] or math.inf) / b["samples_to_target"] for a, b in reached]
     time = [b["seconds_to_target"] / (a["seconds_to_target"] or math.inf) for a, b in reached]
@@ -298,8 +299,8 @@ def _quotients(pairs: Sequence[tuple[Row, Row]]) -> dict[str, list[float]]:
 
 
 def interval(found: Sequence[float], goal: float | None, meaning: str, geometric: bool = False) -> dict[str, Any]:
-    """Return the mean of paired values and its interval of 95 %, by Student's t, or of their logarithms, if
-    ``geometric``; of one value, or where one is infinite, the median and the extremes. The meaning says which."""
+    """Return the mean of paired values (of their logarithms if ``geometric``) and its 95 % interval by Student's t. For
+    a single value, or if one is infinite, return the median and the extremes. The meaning says which."""
     middle = statistics.median(found) if found else math.nan
     low, high, kind = min(found, default=middle), max(found, default=middle), "median and extremes"
     if len(found) > 1 and math.isfinite(high) and (low > 0.0 or not geometric):
@@ -318,7 +319,7 @@ def interval(found: Sequence[float], goal: float | None, meaning: str, geometric
 
 
 def _draw(rows: Sequence[Row], output: Path, task: str, metric: str) -> None:
-    """Draw the metric over virtual time; a point of a curve is at its mean time over the seeds."""
+    """Draw the metric over virtual time, with each point of a curve at its mean time over the seeds."""
     points = []
     for group in _groups(rows):
         for method in values(group, "what"):

@@ -1,6 +1,6 @@
-"""The course of a training in virtual time: which pipeline trains which batch when, and which ones average.
+"""The course of a training in virtual time: which pipeline trains which batch when, and which pipelines average.
 
-Policies decide and dealers deal as in a real run; batches are not computed here. Pipelines have one stage.
+Policies decide and dealers deal as in a real run, but batches are not computed here. Pipelines have one stage.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from lightning_sdpipe.simulate.pipelines import FORWARD_SHARE
 
 
 class Step(NamedTuple):
-    """A mini-batch whose gradient is complete ``at`` that time."""
+    """A mini-batch whose gradient is complete at the time ``at``."""
 
     at: float
     pipeline: int
     epoch: int
     position: int
-    """Of the batch in the epoch: batch b of home shard i is at b × N + i."""
+    """Position of the batch in the epoch: batch b of home shard i is at b × N + i."""
     update: int
-    """The updates of the epoch that equal pipelines would have made before, which learning rates count by."""
+    """Number of updates in the epoch that equally fast pipelines would have made before, by which learning rates
+    count."""
 
 
 class Mean(NamedTuple):
-    """Models of pipelines become their weighted mean; in a ``meeting`` those of all do, and their buffers."""
+    """The models of ``pipelines`` become their weighted mean; in a ``meeting``, all do, buffers included."""
 
     at: float
     pipelines: Sequence[int]
@@ -48,8 +49,8 @@ Course = list[Step | Mean]
 
 
 def in_step(work: Work, epochs: int) -> list[float]:
-    """Return when each update of all-reduce is over, which waits for the slowest pipeline; ``work.iterations`` are
-    those of an epoch."""
+    """Return when each update of all-reduce, which waits for the slowest pipeline, ends; ``work.iterations`` is the
+    number in an epoch."""
     updates = work.iterations * epochs
     run = simulate(AllReduceModels(), replace(work, iterations=updates))
     ends = [0.0] * updates
@@ -63,12 +64,13 @@ def dealt(config: PolicyConfig, work: Work, epochs: int) -> Course:
     """Return the course of ``epochs`` whose batches are dealt by speed; at the end of each, all pipelines meet.
 
     Args:
-        config: of the policy.
-        work: pipelines of one stage; ``work.iterations`` are those of an epoch, if all were equally fast.
-        epochs: of the training.
+        config: configuration of the policy.
+        work: the work, of pipelines of one stage; ``work.iterations`` is each one's number in an epoch if all were
+            equally fast.
+        epochs: number of epochs.
 
     Raises:
-        ConfigurationError: several stages, or a policy whose pipelines average while they compute.
+        ConfigurationError: there are several stages, or the policy lets pipelines average while they compute.
     """
     if work.num_stages != 1:
         raise ConfigurationError(f"Courses are of pipelines of one stage, not of {work.num_stages}.")
@@ -76,7 +78,7 @@ def dealt(config: PolicyConfig, work: Work, epochs: int) -> Course:
 
 
 class _Pipeline:
-    """A pipeline, and how far it is with what it was dealt."""
+    """A pipeline, and its progress in the batches that it was dealt."""
 
     def __init__(self, number: int, leases: HeardLeases) -> None:
         self.worker = Worker(0, number)
@@ -88,7 +90,7 @@ class _Pipeline:
         self.begun: float | None = None
         """Time of its first computation, when tracks begin."""
         self.started = self.ends = 0.0
-        """Times of the mini-batch that it computes."""
+        """When its present mini-batch started, and when it ends."""
 
 
 class _Dealt:
@@ -157,7 +159,7 @@ class _Dealt:
                 pipeline.takes_part = False
                 self._tell(Left(pipeline.worker))
             if not lease.over:
-                self._ask(pipeline)  # and stand still until there is more
+                self._ask(pipeline)  # and wait until there is more
 
     def _start(self, pipeline: _Pipeline, lease: Lease) -> None:
         """Compute the next mini-batch of a lease."""

@@ -1,4 +1,4 @@
-"""A model of emulated blocks: what the network, the scheduler and the optimizer see of a training, without its
+"""Models of emulated blocks: to the network, the scheduler and the optimizer they are a real training, without its
 arithmetic."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_sdpipe.heterogeneity.emulate import EmulatedBlock
 FEATURES = 64
 LEARNING_RATE = 1e-3
 BACKWARD_SHARE = 2 / 3
-"""Of the time of a micro-batch: a backward takes about twice as long as its forward."""
+"""Share of a micro-batch's time: a backward takes about twice as long as its forward."""
 
 
 def passes(seconds: float) -> tuple[float, float]:
@@ -27,10 +27,10 @@ class EmulatedChain(L.LightningModule):
     """A chain of emulated blocks.
 
     Args:
-        num_blocks: how many.
-        forward_seconds: of one call of a block, whatever the batch.
-        backward_seconds: likewise.
-        num_parameters: of each block.
+        num_blocks: number of blocks.
+        forward_seconds: seconds of a block's forward, whatever the batch.
+        backward_seconds: seconds of a block's backward, whatever the batch.
+        num_parameters: parameters of each block.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class EmulatedChain(L.LightningModule):
 
 
 class EmulatedRivals(EmulatedChain):
-    """Two halves of an emulated chain with an optimizer each, stepped by hand one after the other, as the two networks
-    of a GAN are. A mini-batch takes as long as that of the chain."""
+    """Two halves of an emulated chain, with an optimizer each, stepped manually one after the other, like the two
+    networks of a GAN. A mini-batch takes as long as the chain's."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,6 +1,6 @@
-"""Wall time of whole epochs, with validation, as a user waits for them: batches dealt by speed against equal shards.
+"""Wall time of whole epochs with validation, as users see it: batches dealt by speed against equal shards.
 
-Workers sleep instead of computing; everything else about them is real.
+Workers sleep instead of computing; everything else is real.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOWER_IS_BETTER = frozenset[str]()
 
 OURS, SHARDED, ALL_REDUCE = "sdpipe/dealt", "sdpipe/sharded", "all_reduce/sharded"
 DEPTHS, RECTANGLE = "1+2+2", "2x2"
-"""Of five devices, one of which is twice as fast: pipelines of unlike depths, and equal ones, which leave it out."""
+"""Pipelines on five devices, one of which is twice as fast: of different depths, and equal ones that leave it out."""
 BY_SPEED = "all_reduce/by_speed"
 BY_HAND = "/by_hand"
 
@@ -67,16 +67,16 @@ def run(
     """Run the parts of the grid that ``only`` names.
 
     Args:
-        grid: by name, what :func:`plan` takes.
+        grid: the parts that :func:`plan` takes, by name.
         only: names of parts.
-        seed: of the first repeat; the following ones count up from it.
-        known: ``methods`` and ``heterogeneity``: specifications for Hydra, by name.
+        seed: seed of the first repeat; later ones count up from it.
+        known: specifications of ``methods`` and ``heterogeneity`` for Hydra, by name.
 
     Returns:
-        One row per training; and the ratios with goals.
+        A row for each training, and the ratios with goals.
 
     Raises:
-        ConfigurationError: a part that there is not.
+        ConfigurationError: ``only`` names an unknown part.
     """
     refuse_unknown("a part of suite=epochs", only, grid)
     quiet()
@@ -89,10 +89,10 @@ def plan(part: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]], seed: 
     """Yield the trainings of one part of the grid, in the order in which they run.
 
     Args:
-        part: fields of a :class:`~recipes.suites.trainings.Training`; what is trained under each of the ``conditions``,
-            as method and data; and the number of ``repeats``.
+        part: fields of a :class:`~recipes.suites.trainings.Training`; for each of the ``conditions``, the trainings as
+            method/data; and the number of ``repeats``.
         known: specifications for Hydra.
-        seed: of the first repeat.
+        seed: seed of the first repeat.
     """
     fields = {name: value for name, value in part.items() if name not in ("conditions", "repeats")}
     for repeat, condition, what in turns(part["repeats"], part["conditions"]):
@@ -109,8 +109,8 @@ def plan(part: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]], seed: 
 
 
 def measure(case: Training) -> Row:
-    """Return the mean length of the epochs but the first, in which everything is started and no speed is known yet;
-    and, if the devices have speeds of their own, mini-batches per second of all, each by itself."""
+    """Return the mean length of all epochs except the first, in which everything starts and no speed is known yet. If
+    the devices' speeds differ, also return the sum of the mini-batches per second that each would make alone."""
     times = train(case)[0].starts
     epoch = statistics.mean(after - before for before, after in pairwise(times[1:]))
     row = {"epoch_s": epoch, "batches_per_s": case.batches / epoch, "sum_of_rates": None, "emulated": True}

@@ -1,4 +1,4 @@
-"""The one figure of all suites, drawn from measured rows: PNG and SVG, beside the results."""
+"""Draws the figures of all suites from measured rows: PNG and SVG, beside the results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#117733", "#882255", "#999933", "#595959"),
     *("#000000", "#8c6d31", "#b5cf6b", "#f0e442", "#cc6677", "#44aa99", "#7f3c8d", "#5ab4ac"),
 )
-"""Of the lines, in their order; told apart by the colour-blind too (Okabe and Ito, Tol)."""
+"""Colours of the lines, in order, which the colour-blind can tell apart, too (Okabe and Ito, Tol)."""
 MAX_COLUMNS = 3
 
 
 def require_matplotlib(output: str | None) -> None:
-    """Look for matplotlib before anything is measured, if there will be a figure.
+    """Check, before anything is measured, that matplotlib is installed if there will be a figure.
 
     Raises:
         ConfigurationError: it is not installed.
@@ -41,16 +41,16 @@ def plot(
     panels: Sequence[str] = (),
     kinds: Sequence[str] = (".png", ".svg"),
 ) -> None:
-    """Draw a panel for each value of some columns and each of ``y``, and in it a line and a band for each value of
-    ``what``: the mean, the least and the most of the rows at a place.
+    """Draw a panel for each value of the columns ``panels`` and each of ``y``. For each value of ``what``, a panel has
+    a line, the mean of the rows at each ``x``, and a band from their minimum to their maximum.
 
     Args:
         rows: measurements; those without a value of ``y`` are left out.
-        output: a file; the figure gets its name with an addition.
-        name: the addition, if there is one.
+        output: a file, after which the figures are named.
+        name: an addition to their names; may be empty.
         x: the column along the axis.
         y: the columns to show.
-        panels: columns whose values have panels of their own.
+        panels: columns whose values get separate panels.
         kinds: suffixes of the files.
     """
     titled: dict[str, list[Row]] = {}
@@ -82,7 +82,7 @@ def plot(
 
 
 def _axes(count: int) -> tuple[Any, Sequence[Any]]:
-    """Return a figure with so many panels, beside each other as far as there is room."""
+    """Return a figure with ``count`` panels, up to :data:`MAX_COLUMNS` beside each other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,5 +1,5 @@
-"""Parts of a suite and what they report: rows of raw measurements, and ratios of two things that were measured in the
-same run."""
+"""Parts of a suite and what they report: rows of raw measurements, and ratios of two things measured in the same
+run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Goal(NamedTuple):
-    """A goal says what is divided by what, and what should come out.
+    """A ratio and its goal.
 
     Args:
-        meaning: both in words.
-        column: of the rows; None there is infinite above, and left out below.
-        above: values of columns that tell the rows whose ``column`` is divided.
-        below: likewise of those by which it is divided; or a column of the same row.
-        value: what the ratio should reach, or stay below if the suite lists its key in ``LOWER_IS_BETTER``; None where
-            it is measured to be known.
+        meaning: the ratio and its terms, in words.
+        column: column of the rows; None in it counts as infinite in the numerator, and is left out in the denominator.
+        above: values of columns that select the rows of the numerator.
+        below: values of columns that select the rows of the denominator; or another column of the same row.
+        value: the goal, which the ratio should reach, or not exceed if the suite lists its key in ``LOWER_IS_BETTER``;
+            None if it is measured for information only.
     """
 
     meaning: str
@@ -44,13 +44,13 @@ class Goal(NamedTuple):
 
 
 def versus(meaning: str, column: str, one: str, other: str, value: float | None = None, **where: Any) -> Goal:
-    """Return the goal of what ``one`` has in a column, divided by what ``other`` has.
+    """Return the goal for the ratio of ``one`` to ``other`` in a column.
 
     Args:
-        meaning: where it says ``{one}`` and ``{other}``, their names are put.
+        meaning: as for :class:`Goal`; ``{one}`` and ``{other}`` stand for their names.
         column: see :class:`Goal`.
-        one: a value of the column ``what``.
-        other: likewise.
+        one: the numerator's value of the column ``what``.
+        other: the denominator's value of the column ``what``.
         value: see :class:`Goal`.
         where: values of columns in which both rows agree.
     """
@@ -59,11 +59,11 @@ def versus(meaning: str, column: str, one: str, other: str, value: float | None 
 
 
 class Case(NamedTuple):
-    """A case is one measurement of a grid.
+    """One measurement of a grid.
 
     Args:
-        columns: its row begins with them; they tell it apart.
-        asked: determines the measurement: a dataclass of plain values.
+        columns: the first columns of its row, which distinguish it.
+        asked: a dataclass of plain values that determines the measurement.
     """
 
     columns: Row
@@ -73,8 +73,7 @@ class Case(NamedTuple):
 class Grid:
     """Measures cases one after the other; finished ones survive an interruption.
 
-    Each is a line of a file, and is found again if what was asked, the versions, the machine and the source code are
-    the same.
+    Each is a line of a file, and is reused if ``asked``, the versions, the machine and the source code are the same.
 
     Args:
         output: the file of the results, beside which the lines are kept; None to keep nothing.
@@ -91,7 +90,7 @@ class Grid:
                     self._found[json.dumps(entry["asked"], sort_keys=True)] = entry["row"]
 
     def run(self, cases: Iterable[Case], measure: Callable[[Any], Row], shown: str) -> list[Row]:
-        """Return the row of each case: its columns and what ``measure`` returns; ``shown`` is the column to print."""
+        """Return each case's row, its columns and what ``measure`` returns, and print its column ``shown``."""
         rows = []
         for case in cases:
             print(", ".join(f"{name} {value}" for name, value in case.columns.items()), end=": ", flush=True)
@@ -101,22 +100,22 @@ class Grid:
         return rows
 
     def measured(self, asked: Any, measure: Callable[[Any], Row]) -> Row:
-        """Return what ``measure(asked)`` returns, plain values, or returned when the same was asked before."""
+        """Return what ``measure(asked)`` returns, plain values, or returned before for the same ``asked``."""
         if not self.has(asked):
             self.keep(asked, measure(asked))
         return self._found[_key(asked)]
 
     def has(self, asked: Any) -> bool:
-        """Return whether this was measured."""
+        """Return whether ``asked`` has been measured."""
         return _key(asked) in self._found
 
     def keep(self, asked: Any, row: Row) -> None:
-        """Keep what was measured."""
+        """Keep ``row`` as the measurement of ``asked``."""
         self._found[_key(asked)] = row
         if self._path is not None:
             entry = json.dumps({"asked": asdict(asked), "setting": self._setting, "row": row})
             with self._path.open("a") as file:
-                file.write(f"\n{entry}")  # on a line of its own, even after one that was cut short
+                file.write(f"\n{entry}")  # begins a new line, even after one that was cut short
 
 
 def _key(asked: Any) -> str:
@@ -133,7 +132,7 @@ def source_digest() -> str:
 
 
 def _entry(line: str) -> Any:
-    """Return None for an empty line, and for one that an interruption cut short."""
+    """Return the entry of a line; None if it is empty or was cut short by an interruption."""
     try:
         return json.loads(line)
     except ValueError:
@@ -143,8 +142,8 @@ def _entry(line: str) -> Any:
 def turns(
     repeats: int, compared: Mapping[str, Sequence[str]], once: Collection[str] = ()
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield repeat, condition and what is measured: in each repeat all that is ``compared`` under each condition, in
-    rotated order; conditions of ``once`` in the first repeat only."""
+    """Yield repeat, condition and name: in each repeat, all names ``compared`` under each condition, in rotated order;
+    conditions in ``once`` only in the first repeat."""
     for repeat in range(repeats):
         for condition, names in compared.items():
             if not (repeat and condition in once):
@@ -153,23 +152,23 @@ def turns(
 
 
 def compared(work: Mapping[str, Callable[[], Row]], repeats: int) -> list[Row]:
-    """Return what each of ``work`` returns in each repeat, in rotated order, beside its name and the repeat."""
+    """Run each of ``work`` in each repeat, in rotated order; return the rows, with their names and repeats."""
     order = [(repeat, name) for repeat in range(repeats) for name in rotated([*work], repeat)]
     return [{"what": name, "repeat": repeat} | work[name]() for repeat, name in order]
 
 
 def rotated(names: Sequence[Name], repeat: int) -> list[Name]:
-    """Return ``names`` in the order of this repeat, so that each comes first equally often."""
+    """Return ``names`` in this repeat's order; over the repeats, each comes first equally often."""
     start = repeat % len(names)
     return [*names[start:], *names[:start]]
 
 
 def ratios(rows: Sequence[Row], goals: Mapping[str, Goal], same: Sequence[str] = ("repeat",)) -> Ratios:
-    """Return the ratios of those goals that were measured, by their keys.
+    """Return the ratios of the goals that were measured, by key.
 
     Args:
         rows: measurements.
-        goals: by key.
+        goals: goals by key.
         same: columns in which both rows of a quotient agree.
     """
     found: Ratios = {}
@@ -180,7 +179,7 @@ def ratios(rows: Sequence[Row], goals: Mapping[str, Goal], same: Sequence[str] =
 
 
 def quotients(rows: Sequence[Row], goal: Goal, same: Sequence[str] = ("repeat",)) -> list[float]:
-    """Return the quotients of a goal, wherever both of its rows were measured."""
+    """Return the quotients of a goal for which both rows were measured."""
     above = chosen(rows, **goal.above)
     if isinstance(goal.below, str):
         pairs = [(row[goal.column], row[goal.below]) for row in above]
@@ -191,17 +190,17 @@ def quotients(rows: Sequence[Row], goal: Goal, same: Sequence[str] = ("repeat",)
 
 
 def chosen(rows: Iterable[Row], **columns: Any) -> list[Row]:
-    """Return the rows with these values of columns."""
+    """Return the rows with these values in their columns."""
     return [row for row in rows if all(row.get(name) == value for name, value in columns.items())]
 
 
 def values(rows: Iterable[Row], column: str) -> list[Any]:
-    """Return the different values of a column, in their order."""
+    """Return the distinct values of a column, in order."""
     return list(dict.fromkeys(row[column] for row in rows if column in row))
 
 
 def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:
-    """Return the median of ``values``, quotients of each repeat, with their spread; see :class:`Goal` for the rest."""
+    """Return the median of ``values``, one quotient for each repeat, with their spread; see :class:`Goal`."""
     low, high = min(values), max(values)
     return {"value": statistics.median(values), "low": low, "high": high, "goal": goal, "meaning": meaning}
 
@@ -209,17 +208,17 @@ def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:
 def run_parts(
     suite: str, parts: Parts, /, *, only: Sequence[str], seed: int, **arguments: Mapping[str, Any]
 ) -> tuple[list[Row], Ratios]:
-    """Return rows and ratios of those of ``parts`` that ``only`` names.
+    """Return the rows and ratios of the ``parts`` that ``only`` names.
 
     Args:
-        suite: its name, for messages.
-        parts: by name.
+        suite: name of the suite, for messages.
+        parts: parts by name.
         only: names of parts.
-        seed: of all of them.
-        arguments: of each part's ``measure``, by its name.
+        seed: seed of all parts.
+        arguments: arguments of each part's ``measure``, by the part's name.
 
     Raises:
-        ConfigurationError: a part that there is not.
+        ConfigurationError: ``only`` or ``arguments`` names an unknown part.
     """
     refuse_unknown(f"a part of suite={suite}", (*only, *arguments), parts)
     rows: list[Row] = []
@@ -232,10 +231,10 @@ def run_parts(
 
 
 def refuse_unknown(what: str, asked: Iterable[str], known: Collection[str]) -> None:
-    """Refuse names that are not ``what``, for instance a part of a suite.
+    """Refuse names that are not ``what``, for example a part of a suite.
 
     Raises:
-        ConfigurationError: says which names there are.
+        ConfigurationError: a name is unknown; the message lists the known ones.
     """
     if unknown := [name for name in asked if name not in known]:
         raise ConfigurationError(f"{unknown[0]!r} is not {what}; there are {', '.join(known)}.")

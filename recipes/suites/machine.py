@@ -1,8 +1,8 @@
-"""The machine that measures: what it is, and how to keep emulated workers from competing for its cores.
+"""The measuring machine: its description, and how to keep emulated workers from competing for its cores.
 
 A worker that sleeps instead of computing still uses the processor, for messages, the optimizer and Lightning. If that
 kept the cores busy, workers would wait for cores, which no real device does. So emulated times and delays are stretched
-by one factor until less than half of the cores' time is used.
+by a factor until less than half of the cores' time is used.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 PACKAGES = ("lightning-sdpipe", "torch", "lightning", "pyzmq", "msgspec", "transformers")
 AIM = 0.4
-"""The share of the cores' time to use, with room for methods that use more than the one measured: half is too much."""
+"""The share of the cores' time to use; half would leave no room for methods that use more than the measured one."""
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def needed_scale(processor_seconds: float, iteration_seconds: float, num_cores: int) -> float:
-    """Return a factor for all times with which the cores are busy for :data:`AIM` of the time; at least 1, in tenths.
+    """Return the factor for all times, at least 1, in tenths, that keeps the cores busy for :data:`AIM` of the time.
 
     Args:
-        processor_seconds: that all processes together use for one iteration, however long it takes.
-        iteration_seconds: of one without delays.
-        num_cores: of the machine.
+        processor_seconds: seconds of processor time that all processes together use for one iteration.
+        iteration_seconds: seconds of an iteration without delays.
+        num_cores: number of the machine's cores.
     """
     scale = processor_seconds / (AIM * num_cores * iteration_seconds)
     return max(1.0, math.ceil(10 * scale) / 10)
@@ -42,14 +42,14 @@ def versions() -> dict[str, str]:
 
 
 def description() -> dict[str, Any]:
-    """System, processor and cores."""
+    """Return the system, the processor and the number of cores."""
     cpu = Path("/proc/cpuinfo")
     models = [line.partition(":")[2].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
     return {"system": platform.system(), "processor": (models or [platform.machine()])[0], "cores": os.cpu_count()}
 
 
 def setting() -> dict[str, Any]:
-    """Conditions that a measurement depends on besides its parameters."""
+    """Return the conditions on which a measurement depends besides its parameters."""
     return {"versions": versions(), "machine": description(), "usable_cores": cores()}
 
 

@@ -1,6 +1,6 @@
-"""P-Reduce beside all-reduce, AD-PSGD, parameter servers and SDPipe at our scale, in the figures of its paper.
+"""P-Reduce beside all-reduce, AD-PSGD, parameter servers and SDPipe at our scale, with the measures of its paper.
 
-The parts ``virtual`` and ``scaling`` are computed in virtual time, with the real policies and plain SGD: the same on
+The parts ``virtual`` and ``scaling`` run in virtual time, with the real policies and plain SGD, and give the same on
 every machine. ``emulated`` trains real processes that sleep instead of computing.
 """
 
@@ -25,7 +25,7 @@ LOWER_IS_BETTER = frozenset[str]()
 
 
 def _goal(key: str, column: str, above: str, below: str, value: float | None, meaning: str) -> tuple[str, Goal]:
-    """Return the goal of methods ``above`` over ``below``, under the condition that ends the key."""
+    """Return the goal for the ratio of method ``above`` to ``below``, under the condition that ends the key."""
     condition = key.rpartition("/")[2]
     return key, versus(f"{meaning}, {condition}", column, above, below, value, heterogeneity=condition)
 
@@ -60,7 +60,7 @@ SCALING = {
     )
 }
 BACKUP_SHARE = 4
-"""One of so many workers is a backup in the scaling study (§5.3.2)."""
+"""In the scaling study (§5.3.2), one in this many workers is a backup."""
 
 
 def run(
@@ -79,8 +79,8 @@ def run(
         scaling: arguments of :func:`scale`, for Figure 11.
         emulated: parameters of ``suite=throughput``.
         only: names of parts.
-        seed: of the first repeat; the following ones count up from it.
-        known: ``methods`` and ``heterogeneity``: specifications for Hydra, by name.
+        seed: seed of the first repeat; later ones count up from it.
+        known: specifications of ``methods`` and ``heterogeneity`` for Hydra, by name.
     """
     parts: Mapping[str, Callable[[], list[Row]]] = {
         "virtual": lambda: learning(known, **virtual, seed=seed),
@@ -114,17 +114,17 @@ def learning(
         known: specifications of ``methods`` and ``heterogeneity`` for Hydra, by name.
         compared: names of methods.
         conditions: names of heterogeneity.
-        learning_rate: of SGD.
+        learning_rate: learning rate of SGD.
         target: a loss.
         num_pipelines: N, of one stage each.
-        iterations: of each pipeline; too few if the target is not reached before one pipeline has done them.
-        seconds: of a mini-batch on a device at full speed, with a jitter of a tenth.
-        exchange: seconds of an exchange among a group, or with a server.
-        repeats: with seeds that count up.
-        seed: of the first.
+        iterations: iterations of each pipeline, enough to reach the target before any pipeline has done them.
+        seconds: seconds of a mini-batch on a device at full speed, with a jitter of a tenth.
+        exchange: seconds of an exchange within a group, or with a server.
+        repeats: number of repeats, whose seeds count up.
+        seed: seed of the first repeat.
 
     Returns:
-        One row for each training.
+        A row for each training.
     """
     rows = []
     for repeat in range(repeats):
@@ -155,7 +155,7 @@ def scale(
     repeats: int,
     seed: int,
 ) -> list[Row]:
-    """Return mini-batches that count per second, in virtual time, by the number of workers. See :func:`learning`.
+    """Return the mini-batches that count per virtual second, by the number of workers. See :func:`learning`.
 
     Args:
         workers: numbers of pipelines of one stage.

@@ -1,7 +1,7 @@
-"""PHD-PSGD's evaluation in virtual time: groups of unlike speed, with and without the bound on staleness.
+"""PHD-PSGD's evaluation in virtual time: groups of different speeds, with and without the bound on staleness.
 
-The policies are the real ones, and so is the training: models of a small network follow every decision. Workers and
-links are simulated, so that nothing here depends on the machine; transfers take no time.
+The policies are real, and so is the training: models of a small network follow every decision. Workers and links are
+simulated, so nothing here depends on the machine; transfers take no time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GOALS: dict[str, tuple[str, str, str, float | None, str]] = {
     "sdpipe/phd": ("steps_per_s", "sdpipe", "phd", None, "simulated throughput, sdpipe over phd"),
     "phd_samples": ("samples", "phd", "all_reduce", 1.10, "samples to the target, phd over all-reduce"),
 }
-"""By the key of the ratio: the column, whose is divided by whose, what should come out, and the meaning."""
+"""By the ratio's key: the column, the numerator's and the denominator's method, the goal, and the meaning."""
 TRAINED = ("all_reduce", "phd", "phd_unbounded", "sdpipe")
 
 
@@ -50,14 +50,14 @@ def run(
 
     Args:
         times: seconds of a mini-batch on the devices of each group.
-        group_sizes: devices of a group, one shape after another.
-        iterations: of each pipeline; what is shown ends when the first has finished.
+        group_sizes: numbers of devices in a group, one for each shape.
+        iterations: iterations of each pipeline; results end when the first pipeline has finished.
         jitter: share by which times vary.
         staleness: s of the bounded methods.
-        training: the fields of :class:`~recipes.suites.virtual.Network`, the accuracy that is the ``target``, and the
-            number of ``points`` of a learning curve.
-        repeats: seeds.
-        seed: of the first repeat; the following ones count up from it.
+        training: fields of :class:`~recipes.suites.virtual.Network`, the ``target`` accuracy, and the number of
+            ``points`` of a learning curve.
+        repeats: number of seeds.
+        seed: seed of the first repeat; later ones count up from it.
     """
     rows: list[Row] = []
     for size in group_sizes:
@@ -69,7 +69,7 @@ def run(
 
 
 def methods(times: Sequence[float], size: int, staleness: int, seed: int) -> dict[str, PolicyConfig]:
-    """Return the compared ones; each group has ``size`` pipelines of its time."""
+    """Return the methods that are compared, for groups of ``size`` pipelines with these times."""
     profile = tuple(seconds for seconds in times for _ in range(size))
     ours = partial(PHDPSGD, group_size=size, times=profile, seed=seed)
     return {
@@ -105,7 +105,7 @@ def ratios_of(rows: Sequence[Row], staleness: int) -> Ratios:
 
 
 def _rate(run: Run) -> float:
-    """Return mini-batches of all pipelines per second, until the first has finished."""
+    """Return the mini-batches per second of all pipelines until the first has finished."""
     end = min(run.finished.values())
     return sum(isinstance(event, Progress) and at <= end for at, event, _ in run.entries) / end
 
@@ -151,7 +151,7 @@ def _measured(
 
 
 def reached(curve: Sequence[Point], target: float) -> Point | None:
-    """Return the point where it was first as good as that, in the mean of three points."""
+    """Return the middle of the first three successive points whose mean value reaches ``target``; None if none does."""
     for before, point, after in zip(curve, curve[1:], curve[2:], strict=False):
         if (before.value + point.value + after.value) / 3 >= target:
             return point
@@ -159,5 +159,5 @@ def reached(curve: Sequence[Point], target: float) -> Point | None:
 
 
 def accuracy_at(curve: Sequence[Sequence[float]], samples: float) -> float:
-    """Return the mean of the last tenth of what had been seen by then."""
+    """Return the mean accuracy over the last tenth of the first ``samples`` samples."""
     return statistics.fmean(point[2] for point in curve if 0.9 * samples <= point[1] <= samples)

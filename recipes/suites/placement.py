@@ -1,8 +1,8 @@
 """Placement: our search against known optima, and against DT-FM's genetic search, over time.
 
-Both search 64 devices for 8 × 8 with the published code's bytes. Moves end our search, and seconds the genetic one;
-these are of the processor, of one core, so that other programs on the machine favour neither. The published order of
-devices is the optimum of some cases, so devices are shuffled first.
+Both place 8 × 8 on 64 devices, with the published code's bytes. Our search ends after a number of moves, the genetic
+one after seconds of processor time on one core, so that other programs on the machine favour neither. The published
+order of devices is the optimum of some cases, so devices are shuffled first.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from recipes.suites.grid import Ratios, Row, ratio
 
 PIPELINES = 8
 OPTIMA = {1: 3.439799, 2: 31.634160, 3: 16.086840, 4: 34.802041, 5: 49.218380}
-"""Seconds: proved for cases 3 and 4."""
+"""Least costs in seconds; proved for cases 3 and 4."""
 
 NOISE, NOISE_SEED = 0.2, 0
-"""Standard deviation of the logarithm of every latency and bandwidth, the same in both directions."""
+"""Standard deviation of the noise in the logarithm of every latency and bandwidth, the same in both directions."""
 
 GOALS = {"ten": 1.18, "noise5": 1.10, "noise4": 1.08}
 LOWER_IS_BETTER = frozenset({"optimum"})
 
 
 def run(*, optimum_moves: int, moves: int, genetic_seconds: float, repeats: int, seed: int) -> tuple[list[Row], Ratios]:
-    """Costs that both searches reach.
+    """Compare the costs that both searches reach.
 
     Args:
-        optimum_moves: of ours, on the five cases.
-        moves: of ours, on networks whose optimum is not known.
-        genetic_seconds: for DT-FM's.
-        repeats: seeds of the searches.
-        seed: the first of them, and that of the order of devices.
+        optimum_moves: moves of our search on the five cases.
+        moves: moves of our search on networks whose optimum is unknown.
+        genetic_seconds: seconds of DT-FM's search.
+        repeats: number of seeds of the searches.
+        seed: first of these seeds, and the seed of the order of devices.
     """
     rows: list[Row] = []
     ratios: Ratios = {}
@@ -107,7 +107,7 @@ def _row(name: str, what: str, seed: int, seconds: float, cost: float, at: float
 
 
 def shuffled(network: Network, seed: int) -> Network:
-    """The same network with its devices in another order."""
+    """Return the same network with its devices in another order."""
     order = list(range(len(network)))
     random.Random(seed).shuffle(order)
     return Network(
@@ -118,7 +118,7 @@ def shuffled(network: Network, seed: int) -> Network:
 
 
 def noisy(network: Network) -> Network:
-    """The same links, each a little faster or slower, as a measurement would have them."""
+    """Return the same network with each link a little faster or slower, as in a measurement."""
     rng = random.Random(NOISE_SEED)
 
     def disturbed(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:

@@ -1,4 +1,4 @@
-"""One probe of a training's workers: what each had used after every mini-batch, and when its epochs began."""
+"""Probes a training's workers: what each has used after every mini-batch, and when its epochs began."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Used(NamedTuple):
-    """The counters of what a worker has used; seconds, unless they say otherwise."""
+    """What a worker has used so far, in seconds unless noted."""
 
     clock: float
     processor: float
@@ -29,9 +29,9 @@ class Used(NamedTuple):
     injected: float = 0.0
     waiting: float = 0.0  # for its group
     averaging: float = 0.0
-    groups: float = 0.0  # a number
-    members: float = 0.0  # of all groups together
-    sent: float = 0.0  # bytes, to other pipelines
+    groups: float = 0.0  # number of groups
+    members: float = 0.0  # number of members of all groups together
+    sent: float = 0.0  # bytes sent to other pipelines
 
     def less(self, before: Used) -> Used:
         """Return what was used since ``before``."""
@@ -40,14 +40,14 @@ class Used(NamedTuple):
 
 @dataclass
 class Report:
-    """A report is of one worker.
+    """The report of one worker.
 
     Args:
         stage: its stage.
         pipeline: its pipeline.
-        readings: after each mini-batch.
-        starts: when each epoch began, and training ended.
-        peak: bytes by which the resident memory had risen at most, if that was asked for.
+        readings: a reading after each mini-batch.
+        starts: when each epoch began, and when training ended.
+        peak: the largest rise of the resident memory in bytes, if asked for.
     """
 
     stage: int = 0
@@ -65,10 +65,10 @@ class Probe(L.Callback):
     """Writes a report of each worker into a directory when training ends.
 
     Args:
-        directory: where the files go.
-        delays: for Lightning's DDP: what delays its workers, each a pipeline of one stage, before each mini-batch.
-        compute_seconds: likewise: what a mini-batch takes, emulated.
-        memory: the peak of the resident memory is reported, too.
+        directory: directory for the files.
+        delays: for Lightning's DDP: delays of its workers, each a pipeline of one stage, before each mini-batch.
+        compute_seconds: for Lightning's DDP: emulated seconds of a mini-batch.
+        memory: whether to report the peak of the resident memory, too.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Probe(L.Callback):
 
 
 def used_now(clock: float, injector: DelayInjector | None) -> Used:
-    """Return what this process has used, as far as it and its injector know."""
+    """Return what this process has used, as far as the process and its injector know."""
     seconds = (injector.computed_seconds, injector.injected_seconds) if injector else ()
     return Used(clock, time.process_time(), *seconds)
 
@@ -133,9 +133,9 @@ def read_reports(directory: Path) -> list[Report]:
 
 
 def reset_peak() -> int:
-    """Let the kernel's peak of this process start anew; return its resident bytes.
+    """Reset the kernel's peak of this process; return its resident bytes.
 
-    The allocator is told to give freed tensors back at once, else the peak is that of its reserve.
+    The allocator must return freed tensors at once, else the peak would include its reserve.
     """
     gc.collect()
     libc = ctypes.CDLL(None)
@@ -146,7 +146,7 @@ def reset_peak() -> int:
 
 
 def resident(name: str) -> int:
-    """Return bytes, from the kernel's account of this process."""
+    """Return the field ``name`` of ``/proc/self/status`` in bytes."""
     match = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None
     return int(match[1]) * 1024

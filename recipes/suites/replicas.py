@@ -1,4 +1,4 @@
-"""Real modules and data that follow a course in virtual time: replicas take turns in this process."""
+"""Real modules and data that follow a course in virtual time, taking turns in this process."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ HELD_OUT_BATCH = 500
 
 
 class Replicas:
-    """A replica of a module for each pipeline, with an optimizer and a learning-rate schedule of its own.
+    """A replica of a module for each pipeline, each with its own optimizer and learning-rate schedule.
 
     Args:
         workload: specifications of the ``model`` and the ``data``, for Hydra.
         num_pipelines: N.
-        epochs: of the training.
-        seed: of the weights and of the order of samples.
-        jointly: replicas share their parameters and their optimizer, as under all-reduce; buffers are their own.
-        variance_correction: of Adam, if they do not.
+        epochs: number of epochs.
+        seed: seed of the weights and of the order of samples.
+        jointly: whether replicas share parameters and optimizer, but not buffers, as with all-reduce.
+        variance_correction: whether to correct Adam's variance, unless ``jointly``.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Replicas:
             self._optimizers.append((optimizer, schedule))
 
     def step(self, step: Step) -> None:
-        """Let one pipeline train a mini-batch of its own."""
+        """Let one pipeline train a mini-batch."""
         self._learn(step.pipeline, step.epoch, {step.pipeline: step.position}, step.update)
 
     def step_jointly(self, epoch: int, update: int) -> None:
-        """Update the parameters that all replicas share by the mean of their gradients."""
+        """Update the parameters that all replicas share with the mean of their gradients."""
         first = update * self._num_pipelines
         self._learn(0, epoch, {pipeline: first + pipeline for pipeline in range(self._num_pipelines)}, update)
 
@@ -88,7 +88,7 @@ class Replicas:
                 module.load_state_dict(state)
 
     def value(self, metric: str) -> float:
-        """Return the metric of the mean of all replicas on what is held out."""
+        """Return the metric of the mean of all replicas on the held-out data."""
         module = deepcopy(self._modules[0])
         module.load_state_dict(mean_state([each.state_dict() for each in self._modules]))
         return validate(module, self._held_out, metric)
@@ -106,7 +106,7 @@ class Replicas:
         optimizer.zero_grad()
 
     def _batch(self, epoch: int, position: int) -> Any:
-        """Return the batch that is dealt at a position: of each home shard, as a DistributedSampler has it."""
+        """Return the batch that is dealt at a position; home shards are those of a DistributedSampler."""
         if epoch != self._epoch:
             self._epoch = epoch
             draws = torch.Generator().manual_seed((self._seed << 16) + epoch)
@@ -119,19 +119,19 @@ class Replicas:
 
 
 def mean_state(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of what is a floating-point number, and the largest of the rest (counters)."""
+    """Return the mean of floating-point tensors, and the maximum of others (counters)."""
     stacked = {name: torch.stack([state[name] for state in states]) for name in states[0]}
     return {name: each.mean(0) if each.is_floating_point() else each.amax(0) for name, each in stacked.items()}
 
 
 def validate(module: L.LightningModule, batches: Iterable[Any], metric: str) -> float:
-    """Return the mean of what ``validation_step`` logs as ``metric``, weighted by the samples of each batch; random
+    """Return the mean of ``metric`` as ``validation_step`` logs it, weighted by the samples of each batch. Random
     numbers are the same in each call."""
     total, weight = 0.0, 0
     module.eval()
     logged: dict[str, float] = {}
     with (
-        torch.random.fork_rng(devices=[]),  # training draws on as if there had been no validation
+        torch.random.fork_rng(devices=[]),  # so that validation does not change training's draws
         torch.inference_mode(),
         logging_to(module, lambda name, value, *_, **__: logged.update({name: float(value)})),
     ):

@@ -1,12 +1,12 @@
 """Cost of the scheduler beside a bare ZeroMQ echo, and growth of its policy's cost.
 
-All clients of a stage finish an iteration together, the worst moment: every client sends its ready in one
-burst, and the burst ends when all are answered. The floor is an echo, a ROUTER that returns every message of
-a ready's size to its sender, in the same bursts and in rotated order, encrypted as ours is. Three policies bound
-what a scheduler does with such a burst: all workers in one group, random pairs, and each in a group of its own (T = 0).
+All clients of a stage finish an iteration together, the worst case: every client sends its ready in one burst, and the
+burst ends when all are answered. The floor is an echo, a ROUTER that returns every message of a ready's size to its
+sender, in the same bursts and in rotated order, encrypted like ours. Three policies bound a scheduler's work in such a
+burst: all workers in one group, random pairs, and each worker in its own group (T = 0).
 
-Rates count signals per second of processor time of the server, input/output thread included, since that is
-what one core would sustain; the clients of the benchmark are slower than that.
+Rates are signals per second of the server's processor time, input/output thread included, which one core could sustain;
+the benchmark's clients are slower than that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ POLICIES: dict[str, PolicyConfig] = {
     "alone": SemiDecentralized(window=0.0, connectivity=None),
 }
 KINDS = {"one group": "", "pairs": "_pairs", "alone": "_alone"}
-"""What the name of a policy adds to keys."""
+"""The suffix of keys for each policy."""
 LOWER_IS_BETTER = frozenset({*(f"echo{kind}_{p}" for kind in KINDS.values() for p in ("p50", "p99")), "policy_growth"})
 PATIENCE_MS = 30_000
 
@@ -65,10 +65,10 @@ def run(
 
     Args:
         clients: numbers of clients of one stage.
-        signals: of one measurement.
-        policy_sizes: numbers of pipelines of the pure policy; growth is from the first.
-        repeats: of each measurement.
-        seed: of everything random.
+        signals: number of signals in one measurement.
+        policy_sizes: numbers of pipelines of the pure policy; growth is relative to the first.
+        repeats: repeats of each measurement.
+        seed: seed of all randomness.
     """
     rows = [row for count in clients for row in _service(count, signals, repeats, seed)]
     goals: dict[str, Goal] = {}
@@ -110,14 +110,14 @@ def _service(count: int, signals: int, repeats: int, seed: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class Server:
-    """A process that answers workers, or echoes what they say."""
+    """A process that answers workers, or echoes their messages."""
 
     address: str
     keys: WorkerKeys
     pid: int
 
     def processor_seconds(self) -> float:
-        """Used by all its threads so far."""
+        """Return the processor seconds that all its threads have used so far."""
         with open(f"/proc/{self.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -125,7 +125,7 @@ class Server:
 
 @contextmanager
 def server_of(kind: str, count: int) -> Iterator[Server]:
-    """One of that ``kind``, ``"echo"`` or a name of :data:`POLICIES`, for so many clients."""
+    """Run a server of ``kind``, ``"echo"`` or a name in :data:`POLICIES`, for ``count`` clients."""
     if kind != "echo":
         with SchedulerProcess.embedded(POLICIES[kind], 1, count) as scheduler:
             assert scheduler.credentials is not None
@@ -144,7 +144,7 @@ def server_of(kind: str, count: int) -> Iterator[Server]:
 
 
 class Bursts:
-    """Clients in this process that send and are answered together, by their sockets."""
+    """Clients in this process, by socket, which send together and are answered together."""
 
     def __init__(self, kind: str, workers: dict[zmq.Socket[bytes], Worker], server: Server, session: int) -> None:
         self._kind, self.workers, self._server, self._session = kind, workers, server, session
@@ -154,7 +154,7 @@ class Bursts:
             self._poller.register(socket, zmq.POLLIN)
 
     def repeat(self, rounds: int) -> Row:
-        """Return of that many bursts percentiles of the time to the answer, and signals per processor second."""
+        """Make ``rounds`` bursts; return percentiles of the time to the answer, and signals per processor second."""
         before = self._server.processor_seconds()
         latencies = sorted(latency for _ in range(rounds) for latency in self._burst())
         used = self._server.processor_seconds() - before
@@ -194,7 +194,7 @@ class Bursts:
 
 @contextmanager
 def connected(kind: str, count: int, server: Server, session: int) -> Iterator[Bursts]:
-    """Connect its clients, which take part."""
+    """Connect ``count`` clients, which join unless the server is an echo."""
     workers: dict[zmq.Socket[bytes], Worker] = {}
     with zmq.Context() as context, ExitStack() as stack:
         for worker in (Worker(0, pipeline) for pipeline in range(count)):
@@ -219,7 +219,7 @@ def dealer(
     identity: bytes | None = None,
     **options: int,
 ) -> zmq.Socket[bytes]:
-    """Connect a socket that is closed with ``stack``."""
+    """Return a connected socket, which ``stack`` closes."""
     socket = stack.enter_context(context.socket(zmq.DEALER))
     socket.setsockopt(zmq.LINGER, 0)
     if identity is not None:
@@ -234,7 +234,7 @@ def dealer(
 def _enrol(
     stack: ExitStack, context: zmq.Context[zmq.Socket[bytes]], worker: Worker, server: Server, session: int
 ) -> None:
-    """Enrol in a run of fixed pipelines; the worker finishes when the stack is left."""
+    """Enrol in a run of fixed pipelines; the worker finishes when ``stack`` closes."""
     socket = dealer(stack, context, server, e.peer_of(worker, session), LINGER=1000)
     socket.send(m.encode(e.Enrol(worker, session, 1, FIXED)))
     if not socket.poll(PATIENCE_MS):
@@ -251,8 +251,8 @@ def _acknowledged(socket: zmq.Socket[bytes], what: str) -> None:
 
 
 def _policy_cost(size: int, rng: random.Random) -> float:
-    """Seconds per signal of workers of unequal speed under a virtual clock, about four of which arrive within a
-    window."""
+    """Return the seconds per signal of workers of different speeds under a virtual clock, about four of which arrive
+    within a window."""
     policy = SemiDecentralized(window=4.0 / size, connectivity=10, max_group=size).make_policy(1, size)
     workers = [Worker(0, pipeline) for pipeline in range(size)]
     for worker in workers:

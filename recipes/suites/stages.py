@@ -1,4 +1,4 @@
-"""One stage of a module on this rank, planned and assembled as the strategy does it, without a Trainer."""
+"""One stage of a module on this rank, planned and assembled as in the strategy, without a Trainer."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ TRAINING = Step("training_step", (0,), nullcontext)
 def make_plan(
     module: L.LightningModule, num_stages: int, blocks: Sequence[str] | None, batch: Any, num_micro_batches: int
 ) -> plan.Plan:
-    """Equally many blocks on each stage, after a rehearsal with the first and the last micro-batch of ``batch``."""
+    """Plan equally many blocks for each stage, after a rehearsal with the first and last micro-batch of ``batch``."""
     parts = [part.batch for part in split(batch, num_micro_batches)]
     steps = [StepCalls("training_step", [(part, (0,)) for part in (parts[0], parts[-1])], trains=True)]
 
     def rehearse(chain: Sequence[str]) -> RehearsalResult:
-        return rehearsal.rehearse(copy.deepcopy(module), chain, steps, CPU)  # which leaves traces
+        return rehearsal.rehearse(copy.deepcopy(module), chain, steps, CPU)  # a copy, since it changes the module
 
     return plan.plan(module, num_stages, "uniform", blocks, rehearse=rehearse)
 
 
 def open_pipeline() -> ProcessGroups:
-    """All ranks as the stages of one pipeline."""
+    """Return the process groups of one pipeline with all ranks as its stages."""
     return ProcessGroups.open(Mesh.build(dist.get_world_size(), dist.get_world_size()), TRANSFER_TIMEOUT)
 
 
@@ -56,12 +56,12 @@ def open_stage(
     """Cut ``module`` over the ranks and keep this rank's part, in flat buckets.
 
     Args:
-        groups: of one pipeline.
-        module: whole, with the same values on every rank.
+        groups: process groups of one pipeline.
+        module: the whole module, with the same values on every rank.
         blocks: paths that name its chain.
         batch: a mini-batch to rehearse with.
-        schedule: as for :class:`~lightning_sdpipe.SDPipeStrategy`, like the next one.
-        num_micro_batches: of a mini-batch.
+        schedule: as for :class:`~lightning_sdpipe.SDPipeStrategy`.
+        num_micro_batches: as for :class:`~lightning_sdpipe.SDPipeStrategy`.
     """
     num_stages = groups.mesh.num_stages
     stages = make_plan(module, num_stages, blocks, batch, num_micro_batches)

@@ -1,6 +1,6 @@
-"""Throughput of the synchronisation methods under stragglers: the grid of SDPipe §5.2 and §5.4, in one run.
+"""Throughput of the synchronisation methods with stragglers: the grid of SDPipe §5.2 and §5.4, in one run.
 
-Rows say ``emulated`` where workers sleep instead of computing; everything else about them is real.
+In rows marked ``emulated``, workers sleep instead of computing; everything else about them is real.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ GOALS: dict[str, tuple[str, str, float]] = {
     "lightning_ddp/1x16/none": ("all_reduce", "lightning_ddp", 0.95),
     "lightning_ddp/1x16/b": ("all_reduce", "lightning_ddp", 0.95),
 }
-"""By the key of the ratio, without its schedule: what is divided by what, and what should come out at least."""
+"""By the ratio's key, without its schedule: the numerator's and the denominator's method, and the goal."""
 SHARES = ("compute", "delays", "group_wait", "averaging", "pipeline_wait")
-"""What a worker's time goes to."""
+"""The parts of a worker's time."""
 
 
 def run(
@@ -53,21 +53,21 @@ def run(
     """Run the parts of the grid that ``only`` names.
 
     Args:
-        grid: by name, what :func:`plan` takes.
+        grid: the parts that :func:`plan` takes, by name.
         only: names of parts.
-        scale: of emulated times, and of all delays; None to measure it.
-        output: finished rows are kept beside this file; None for nowhere.
-        seed: of the first repeat; the following ones count up from it.
-        known: ``methods``, ``heterogeneity``, and the ``model`` and ``data`` of real ``workloads``: specifications for
-            Hydra, by name.
+        scale: factor of emulated times and of all delays; None to measure it.
+        output: file beside which finished rows are kept; None for nowhere.
+        seed: seed of the first repeat; later ones count up from it.
+        known: specifications for Hydra, by name, of ``methods``, ``heterogeneity``, and real ``workloads`` with their
+            ``model`` and ``data``.
 
     Returns:
-        One row per training; and the ratios with goals.
+        A row for each training, and the ratios with goals.
     """
     quiet()
     measured = Grid(output)
     refuse_unknown("among suite.grid", only, grid)
-    planned = [list(plan(panel, grid[panel], known, seed)) for panel in only]  # all, before any is measured
+    planned = [list(plan(panel, grid[panel], known, seed)) for panel in only]  # plan all before measuring any
     rows: list[Row] = []
     for cases in planned:
         factor = calibrated_scale(cases[0].asked, measured) if scale is None else scale
@@ -82,16 +82,16 @@ def plan(
     """Yield the cases of one part of the grid, in the order in which they run.
 
     Args:
-        panel: its name.
-        part: fields of a :class:`~recipes.suites.trainings.Training`, or of an emulated one ``micro_batch_seconds`` and
-            ``num_parameters`` of a stage; ``iterations`` of each pipeline; lists of ``methods`` and ``heterogeneity``,
-            the number of ``repeats``, and the conditions that are measured ``once`` only.
-        specifications: of the suite.
-        seed: of the first repeat.
+        panel: name of the part.
+        part: fields of a :class:`~recipes.suites.trainings.Training`, with ``micro_batch_seconds`` and
+            ``num_parameters`` of a stage for emulated ones; ``iterations`` of each pipeline; lists of ``methods`` and
+            ``heterogeneity``; the number of ``repeats``; and the conditions that are measured only ``once``.
+        specifications: the suite's specifications.
+        seed: seed of the first repeat.
 
     Raises:
-        ConfigurationError: a method or a condition that is not among the specifications, or one that an outside
-            reference cannot be given, or a setting of another workload.
+        ConfigurationError: a method or condition is not among the specifications, an outside reference cannot have the
+            condition, or a setting belongs to another workload.
     """
     settings = {name: part[name] for name in part.keys() - {"methods", "heterogeneity", "repeats", "once"}}
     workload = settings.pop("workload")
@@ -122,7 +122,7 @@ def plan(
 
 
 def measure(case: Training) -> Row:
-    """Train, and report throughput, shares and bounds."""
+    """Train; return throughput, shares and bounds."""
     reports = train_reference(case) if case.method.name in REFERENCES else train(case)
     samples = case.num_micro_batches if case.workload is EMULATED else batch_size(case)
     row = {"scale": case.scale, **summary(reports, case.warm_up, samples)}
@@ -133,13 +133,13 @@ def measure(case: Training) -> Row:
 
 
 def batch_size(case: Training) -> int:
-    """Return the samples of a mini-batch of a real workload."""
+    """Return the number of samples in a real workload's mini-batch."""
     return int(case.workload.specification["data"]["batch_size"])
 
 
 def bound(case: Training, policy: PolicyConfig) -> float | None:
-    """Return mini-batches per second of all pipelines of an emulated case that are possible under ``policy``, by
-    simulation, where only computing takes time; None for a schedule that is not simulated."""
+    """Return the mini-batches per second of all pipelines that are possible for an emulated case with ``policy``, by a
+    simulation in which only computation takes time; None for a schedule that is not simulated."""
     if case.schedule not in get_args(Schedule):
         return None
     assert isinstance(case.num_stages, int)
@@ -153,21 +153,21 @@ def bound(case: Training, policy: PolicyConfig) -> float | None:
 def summary(reports: Sequence[Report], warm_up: int, samples: int) -> Row:
     """Return throughput and shares of a training.
 
-    Each pipeline is timed over its own iterations, so that all methods are judged by the same delays; samples_per_s is
-    the sum of their rates. A user sees less: an epoch has all samples once the last pipeline has trained its own.
+    Each pipeline is timed over its own iterations, so that all methods meet the same delays; samples_per_s is the sum
+    of their rates. A user sees less, since an epoch ends when the last pipeline has trained its samples.
 
     Args:
-        reports: of all workers.
-        warm_up: mini-batches of each that do not count.
-        samples: of a mini-batch of one pipeline.
+        reports: reports of all workers.
+        warm_up: number of each worker's first mini-batches that do not count.
+        samples: number of samples in a pipeline's mini-batch.
 
     Returns:
         samples_per_s; group_size; the mean shares of the workers' time: compute, delays, group_wait, averaging,
-        pipeline_wait (for other stages, with what Lightning does in between); busy, the share of the cores' time that
-        these processes used; and the shares of each worker.
+        pipeline_wait (for other stages, including Lightning's work in between); busy, the share of the cores' time that
+        these processes used; and each worker's shares.
 
     Raises:
-        ValueError: pipelines trained unlike numbers of iterations, so that they met unlike delays.
+        ValueError: pipelines trained different numbers of iterations, and so met different delays.
     """
     first = [report for report in reports if report.stage == 0]
     counts = [len(report.readings) for report in first]
@@ -192,7 +192,7 @@ def _shares(used: Used) -> dict[str, float]:
 
 
 def ratios_of(rows: Sequence[Row]) -> Ratios:
-    """Return those of :data:`GOALS` that were measured, for each emulated part of the grid."""
+    """Return the ratios of the :data:`GOALS` that were measured, for each schedule of the emulated parts."""
     found: Ratios = {}
     emulated = chosen(rows, workload=EMULATED.name)
     for schedule in values(emulated, "schedule"):

@@ -1,4 +1,4 @@
-"""One training of a suite, emulated or with real compute, as a user would run it, on forked processes."""
+"""One training of a suite, emulated or with real compute, as a user would run it, in forked processes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from recipes.suites.probe import Probe, Report, read_reports
 TRANSFER_TIMEOUT = timedelta(minutes=5)
 CALIBRATION_ITERATIONS = 20
 NOMINAL_ITERATION_SECONDS = 0.1
-"""The length of a mini-batch that delays are meant for: others get theirs in proportion. It is our choice: neither the
-paper nor its artefact says how long a mini-batch is."""
+"""The length of a mini-batch for which delays are meant; for others, delays are proportional. This is our choice, since
+neither the paper nor its published code gives the length of a mini-batch."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A method, a condition or a workload: its name in a suite's configuration, and what Hydra builds it from (without
-    seeds)."""
+    """A method, a condition or a workload: its name in a suite's configuration, and its specification for Hydra
+    (without seeds)."""
 
     name: str
     specification: Mapping[str, Any]
@@ -52,27 +52,27 @@ class Training:
     """The parameters that determine a training.
 
     Args:
-        method: of synchronisation, or an outside reference.
-        num_stages: M; a list of pipelines of unlike depths.
+        method: method of synchronisation, or an outside reference.
+        num_stages: M; a list for pipelines of different depths.
         num_pipelines: N.
-        batches: of all pipelines in an epoch.
-        seed: of the delays and the weights.
-        condition: what slows workers down.
-        workload: the ``model`` and ``data``; a model that sleeps instead of computing, if it is not given.
-        schedule: of the pipelines.
+        batches: number of batches of all pipelines in an epoch.
+        seed: seed of the delays and the weights.
+        condition: the heterogeneity that slows workers down.
+        workload: the ``model`` and ``data``; by default a model that sleeps instead of computing.
+        schedule: schedule of the pipelines.
         num_micro_batches: m.
-        warm_up: how many mini-batches of each pipeline do not count.
-        epochs: of the training.
-        validation_batches: of all pipelines, after each epoch.
+        warm_up: number of each pipeline's first mini-batches that do not count.
+        epochs: number of epochs.
+        validation_batches: number of validation batches of all pipelines, after each epoch.
         data: as for the strategy; ``"by_speed"`` for ``batch_by_speed``.
-        exchange: what Hydra builds it from; None for full precision without overlap.
+        exchange: specification for Hydra; None for full precision without overlap.
         partition: as for the strategy.
-        pace: how many times slower each worker's device is, or that of each rank.
-        scale: multiplies emulated times, and the delays.
-        num_blocks: of an emulated model; None for one of each stage.
-        block_seconds: of one micro-batch on a block, forward and backward, without delays.
-        block_parameters: of a block.
-        features: of a sample of an emulated model.
+        pace: factor of the computation time of each worker's device, or one factor for each rank.
+        scale: multiplies emulated times and delays.
+        num_blocks: number of blocks of an emulated model; None for one for each stage.
+        block_seconds: seconds of one micro-batch on a block, forward and backward, without delays.
+        block_parameters: parameters of a block.
+        features: features of a sample of an emulated model.
         by_hand: whether the halves of an emulated model have an optimizer each, which the training step steps.
     """
 
@@ -88,9 +88,7 @@ class Training:
     warm_up: int = 0
     epochs: int = 1
     validation_batches: int = 0
-    data: str = (
-        "sharded"  # by default equally many iterations of each pipeline, so that all methods meet the same delays
-    )
+    data: str = "sharded"  # equally many iterations of each pipeline, so that all methods meet the same delays
     exchange: Mapping[str, Any] | None = None
     partition: Any = "uniform"
     pace: float | Sequence[float] | None = None
@@ -103,7 +101,7 @@ class Training:
 
     @property
     def shape(self) -> str:
-        """M × N, as the keys of the ratios have it."""
+        """M × N, or the depths, as in the keys of ratios."""
         if isinstance(self.num_stages, int):
             return f"{self.num_stages}x{self.num_pipelines}"
         return "+".join(map(str, self.num_stages))
@@ -120,7 +118,7 @@ class Training:
 
     @property
     def slowness(self) -> Heterogeneity:
-        """Delays are multiplied by the scale; speeds need not be, since they are relative."""
+        """The condition with its delays multiplied by the scale; speeds are relative and need not be."""
         built: Heterogeneity = seeded(self.condition.specification, self.seed)
         if isinstance(built, Delays):
             built = replace(built, scale=built.scale * self.scale)
@@ -138,8 +136,9 @@ class Training:
         return module, [random_features(size, self.num_micro_batches, self.features) for size in sizes]
 
     def real(self) -> tuple[L.LightningModule, list[DataLoader[Any]]]:
-        """Make the module of the workload, and at least so many batches in one epoch: its data several times, shuffled,
-        so that no end of an epoch is a barrier for all pipelines. The seed is that of the weights and of the order."""
+        """Make the workload's module and a loader with at least ``batches`` batches in one epoch: the data, repeated
+        and shuffled, so that no end of an epoch is a barrier for all pipelines. The seed is for the weights and the
+        order."""
         L.seed_everything(self.seed, verbose=False)
         module, data = (hydra.utils.instantiate(self.workload.specification[name]) for name in ("model", "data"))
         data.prepare_data()
@@ -151,7 +150,7 @@ class Training:
 
 
 def seeded(specification: Mapping[str, Any], seed: int) -> Any:
-    """Return what Hydra builds from a specification, with ``seed`` where it takes one."""
+    """Return what Hydra builds from a specification, with ``seed`` if the specification has one."""
     return hydra.utils.instantiate({**specification, **({"seed": seed} if "seed" in specification else {})})
 
 
@@ -159,7 +158,7 @@ def named(specifications: Mapping[str, Mapping[str, Any]], kind: str, name: str)
     """Return one of a suite's ``methods``, ``heterogeneity`` or ``workloads``.
 
     Raises:
-        ConfigurationError: it is not among them.
+        ConfigurationError: the name is unknown.
     """
     refuse_unknown(f"among suite.{kind}", [name], specifications[kind])
     return Named(name, specifications[kind][name])
@@ -172,14 +171,14 @@ def train(
     probe: Mapping[str, Any] | None = None,
     links: AbstractContextManager[None] | None = None,
 ) -> list[Report]:
-    """Train, and return what the workers report.
+    """Train, and return the workers' reports.
 
     Args:
-        case: what is trained.
-        callbacks: of the Trainer, besides the probe.
-        strategy: another one than that of the case.
+        case: the training.
+        callbacks: callbacks of the Trainer, besides the probe.
+        strategy: a strategy in place of the case's.
         probe: options of :class:`~recipes.suites.probe.Probe`.
-        links: what workers transfer over, where that is emulated.
+        links: a context that emulates the links between workers.
     """
     module, loaders = case.emulated() if case.workload is EMULATED else case.real()
     limit = {} if case.workload is EMULATED else {"limit_train_batches": case.iterations}
@@ -198,13 +197,13 @@ def train(
 
 
 def strategy_of(case: Training, **options: Any) -> SDPipeStrategy:
-    """Return the strategy that trains this case, with more ``options``."""
+    """Return the strategy that trains this case, with additional ``options``."""
     exchange = hydra.utils.instantiate(case.exchange) if case.exchange else None
     return SDPipeStrategy(
         num_stages=case.num_stages if isinstance(case.num_stages, int) else [*case.num_stages],
         sync=seeded(case.method.specification, case.seed),
         exchange=exchange,
-        on_nonfinite="stop" if exchange is None else "continue",  # what few bits make of a model is a result
+        on_nonfinite="stop" if exchange is None else "continue",  # how few bits affect a model is a result
         schedule=case.schedule,  # type: ignore[arg-type]
         num_micro_batches=None if case.schedule == "pipedream" else case.num_micro_batches,
         partition=case.partition,
@@ -218,24 +217,24 @@ def strategy_of(case: Training, **options: Any) -> SDPipeStrategy:
 
 
 def fit(trainer: L.Trainer, module: L.LightningModule, loaders: Sequence[DataLoader[Any]]) -> None:
-    """Train with the first of the loaders, and validate with the second, if there is one."""
+    """Train with the first loader, and validate with the second, if there is one."""
     trainer.fit(module, loaders[0], loaders[1] if len(loaders) > 1 else None)
 
 
 def make_trainer(strategy: DDPStrategy | str, workers: int, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    """Return a Trainer on CPUs that says and writes nothing, unless ``options`` want it."""
+    """Return a Trainer on CPUs that prints and writes nothing, unless ``options`` ask for it."""
     quietly = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     chosen: dict[str, Any] = {"max_epochs": 1, **quietly, **options}
     return L.Trainer(accelerator="cpu", devices=workers, strategy=strategy, callbacks=[*callbacks], **chosen)
 
 
 def calibrated_scale(case: Training, grid: Grid) -> float:
-    """Return the factor by which times are stretched for ``case`` and its like, measured with all-reduce and without
-    delays: emulated ones until the cores are under half busy, and the delays of real compute as its mini-batch is
-    longer than the one that they are meant for.
+    """Return the factor by which to stretch times for ``case`` and similar ones, measured with all-reduce and without
+    delays. Emulated times are stretched until the cores are less than half busy; with real compute, delays are
+    stretched by the ratio of its mini-batch to :data:`NOMINAL_ITERATION_SECONDS`.
 
     Args:
-        case: any of those that shall have the same scale.
+        case: any of the cases that should have the same scale.
         grid: keeps the measurement.
     """
     probe = replace(
@@ -257,15 +256,14 @@ def calibrated_scale(case: Training, grid: Grid) -> float:
 
 
 def _pace(case: Training) -> dict[str, float]:
-    """Return the seconds of a mini-batch, and those of the processor in all workers."""
+    """Return the seconds of a mini-batch, and its processor seconds in all workers."""
     used, counted = [report.used(case.warm_up) for report in train(case)], case.iterations - case.warm_up
     seconds = sum(each.clock for each in used) / len(used)
     return {"seconds": seconds / counted, "processor_s": sum(each.processor for each in used) / counted}
 
 
 def random_features(batches: int, size: int, features: int = FEATURES) -> DataLoader[Any]:
-    """Return data for an :class:`~recipes.suites.emulated.EmulatedChain`, from torch's global stream of random
-    numbers."""
+    """Return data for an :class:`~recipes.suites.emulated.EmulatedChain`, from torch's global generator."""
     return DataLoader(TensorDataset(torch.rand(batches * size, features)), size, collate_fn=_features)
 
 
@@ -274,7 +272,7 @@ def _features(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
 
 
 def quiet() -> None:
-    """Lightning greets in every training; a suite runs a hundred of them."""
+    """Silence Lightning, which prints a greeting in each of a suite's hundred trainings."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")

@@ -1,8 +1,8 @@
-"""Training in virtual time: the simulator says when each worker steps and which ones average, and models follow it.
+"""Training in virtual time: the simulator says when each worker steps and which workers average, and models follow it.
 
-So methods are compared by the time to a target without a core to share and without noise in the clock: the same seeds
-give the same curves. The pipelines have one stage. What policies and parameter servers decide is what they decide in a
-real run; a mini-batch is computed on the model with which its computation began.
+So methods are compared by the time to a target, without shared cores or noise in the clock: the same seeds give the
+same curves. The pipelines have one stage. Policies and parameter servers decide as in a real run; a mini-batch is
+computed on the model with which its computation began.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HELD_OUT, INPUTS, CLASSES = 360, 64, 10
 
 
 class Problem(Protocol):
-    """The problem that is learned."""
+    """A learning problem."""
 
     start: Vector
 
@@ -33,11 +33,11 @@ class Problem(Protocol):
         """Return what one mini-batch of ``pipeline``, computed on ``model``, adds to its model."""
 
     def value(self, model: Vector) -> float:
-        """Return the loss, or the accuracy on samples that are held out."""
+        """Return the loss, or the accuracy on held-out samples."""
 
 
 class Quadratic:
-    """½ Σ hᵢ xᵢ², with curvatures from 0.05 to 1 and noise in the gradients that is larger where they are."""
+    """½ Σ hᵢ xᵢ², with curvatures hᵢ from 0.05 to 1 and gradient noise in proportion to √hᵢ."""
 
     def __init__(self, pipelines: int, lr: float, seed: int, dimensions: int = 64, noise: float = 0.3) -> None:
         self._curvature, self._lr = numpy.geomspace(0.05, 1.0, dimensions), lr
@@ -63,8 +63,8 @@ def _log_softmax(scores: Vector) -> Vector:
 
 
 class Network:
-    """A two-layer network on the handwritten digits, under SGD with momentum; each pipeline draws from a shard of its
-    own."""
+    """A two-layer network on the handwritten digits, trained by SGD with momentum; each pipeline draws from its own
+    shard."""
 
     def __init__(self, pipelines: int, lr: float, seed: int, hidden: int, batch_size: int, momentum: float) -> None:
         from sklearn.datasets import load_digits
@@ -100,7 +100,7 @@ class Network:
         return change
 
     def value(self, model: Vector) -> float:
-        """Return the accuracy on what is held out."""
+        """Return the accuracy on held-out samples."""
         (images, labels), (first, first_bias, second, second_bias) = self._held, self._layers(model)
         scores = numpy.maximum(images @ first + first_bias, 0) @ second + second_bias
         return float((scores.argmax(axis=1) == labels).mean())
@@ -116,15 +116,15 @@ class Point(NamedTuple):
 
     seconds: float
     updates: int
-    """Groups, or rounds of a server."""
+    """Number of groups, or of a server's rounds."""
     steps: int
-    """Mini-batches whose gradients count."""
+    """Number of mini-batches whose gradients count."""
     value: float
 
 
 def by_decisions(method: PolicyConfig, work: Work, problem: Problem) -> list[Point]:
-    """Train until one worker has done all iterations of ``work``; look whenever as many mini-batches have counted as
-    there are pipelines."""
+    """Train until one worker has done all iterations of ``work``; return a point whenever as many further mini-batches
+    have counted as there are pipelines."""
     points = [Point(0.0, 0, 0, problem.value(problem.start))]
     decided_at: float | None = None
     for at, decisions, trainee in _followed(method, work, problem):
@@ -135,7 +135,7 @@ def by_decisions(method: PolicyConfig, work: Work, problem: Problem) -> list[Poi
 
 
 def by_time(method: PolicyConfig, work: Work, problem: Problem, due: Sequence[float]) -> list[Point]:
-    """Train, and look at these times."""
+    """Train, and return a point for each time in ``due``."""
     points, left = list[Point](), list(due)
     for at, _, trainee in _followed(method, work, problem):
         while left and at > left[0]:
@@ -146,7 +146,7 @@ def by_time(method: PolicyConfig, work: Work, problem: Problem, due: Sequence[fl
 def _followed(
     method: PolicyConfig, work: Work, problem: Problem
 ) -> Iterator[tuple[float, Sequence[Decision], _Models | Server]]:
-    """Yield the time and the decisions of each event before models follow it; at last infinity."""
+    """Yield the time and decisions of each event before models follow it, and last an infinite time."""
     trainee: _Models | Server = _Models(work.num_pipelines, problem)
     if isinstance(method, AdmissionRule):
         served = method.make_policy(1, work.num_pipelines)
@@ -155,7 +155,7 @@ def _followed(
         run = simulate(method, work)
     for at, event, decisions in run.entries:
         if isinstance(event, Left):
-            break  # from then on the workers are fewer
+            break  # from here on there are fewer workers
         yield at, decisions, trainee
         if isinstance(event, Ready):
             trainee.step(event.worker.pipeline)
@@ -176,17 +176,17 @@ class _Models:
 
     @property
     def model(self) -> Vector:
-        """The mean over the pipelines."""
+        """The mean of the pipelines' models."""
         mean: Vector = self._models.mean(0)
         return mean
 
     def step(self, pipeline: int) -> None:
-        """Take one mini-batch in."""
+        """Add one mini-batch's change to the pipeline's model."""
         self._models[pipeline] += self._problem.change(self._computed_on[pipeline], pipeline)
         self.steps += 1
 
     def average(self, group: Group) -> None:
-        """Average the models of a group; members that do not wait for it compute on what they had."""
+        """Average the models of a group; members that do not wait for it keep computing on their old model."""
         members = [worker.pipeline for worker in group.members]
         self._models[members] = numpy.array(group.weights) @ self._models[members]
         going_on = [worker.pipeline for worker in group.members if worker not in group.passive]

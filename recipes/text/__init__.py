@@ -1,1 +1,1 @@
-"""Text for language models: where documents come from, their vocabulary, and the batches made of them."""
+"""Text for language models: sources of documents, their vocabulary, and batches."""

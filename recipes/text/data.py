@@ -22,16 +22,16 @@ HUB_SUBSET = "20231101.en"
 
 
 class _Text(L.LightningDataModule):
-    """Common base of both sources: their vocabulary and how rows become batches.
+    """Common base of both sources: their vocabulary, and how rows become batches.
 
     ``setup`` of a source sets the rows ``train`` and ``val``.
 
     Args:
-        name: of the vocabulary's file.
-        batch_size: rows, of one pipeline.
-        length: tokens of a row.
-        vocabulary_size: pieces at most.
-        masked: for a masked language model; else for a causal one.
+        name: name of the vocabulary's file.
+        batch_size: rows in a batch of one pipeline.
+        length: tokens in a row.
+        vocabulary_size: most pieces in the vocabulary.
+        masked: whether batches are for a masked language model, else for a causal one.
         num_workers: processes that prepare batches for each rank.
     """
 
@@ -76,7 +76,7 @@ class _Text(L.LightningDataModule):
 class PydocText(_Text):
     """The text of Python's reference manual, which comes with Python: about a thousand rows of 128 tokens.
 
-    One row in ten validates.
+    One row in ten is for validation.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PydocText(_Text):
         masked: bool = True,
         num_workers: int = 0,
     ) -> None:
-        version = ".".join(platform.python_version_tuple()[:2])  # its text differs
+        version = ".".join(platform.python_version_tuple()[:2])  # the text differs between versions
         super().__init__(f"pydoc-{version}", batch_size, length, vocabulary_size, masked, num_workers)
 
     def prepare_data(self) -> None:
@@ -101,15 +101,15 @@ class PydocText(_Text):
 
 
 class WikipediaText(_Text):
-    """English Wikipedia, read as a stream; every pipeline reads a share of its own.
+    """English Wikipedia, read as a stream; every pipeline reads its own share.
 
     Args:
-        folder: that holds it; streamed from the Hugging Face hub if None.
-        seed: of the order of the articles, which are shuffled a thousand at a time.
-        vocabulary_articles: the first ones, which the vocabulary is trained on.
-        validation_articles: the first ones, which validate and are not trained on.
+        folder: folder that holds it; streamed from the Hugging Face hub if None.
+        seed: seed of the order of articles, which are shuffled a thousand at a time.
+        vocabulary_articles: number of first articles on which the vocabulary is trained.
+        validation_articles: number of first articles that are for validation, not for training.
 
-    The others are those of :class:`PydocText`.
+    The other arguments are those of :class:`PydocText`.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class WikipediaText(_Text):
         self.validation_articles = validation_articles
 
     def prepare_data(self) -> None:
-        articles = wikipedia(self.folder)  # also if the vocabulary is there: what is missing is said by one rank
+        articles = wikipedia(self.folder)  # always, so that only one rank reports missing articles
         if not self._vocabulary.exists():
             texts = (article["text"] for article in islice(articles, self.vocabulary_articles))
             write(train_wordpiece(texts, self.vocabulary_size), self._vocabulary)
@@ -163,36 +163,36 @@ class _Rows(IterableDataset[Tensor]):
         self._epoch = 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        self._articles.set_epoch(self._epoch)  # shuffles in another order
+        self._articles.set_epoch(self._epoch)  # shuffles differently
         self._epoch += 1
         texts = (article["text"] for article in self._articles)
         return pack(texts, self._tokenizer, self._length, self._framed)
 
 
 def pydoc_documents() -> list[str]:
-    """The chapters of the Python reference that ``help()`` shows: half a million characters, always at hand."""
+    """Return the chapters of the Python reference that ``help()`` shows, half a million characters."""
     return [topics[name] for name in sorted(topics)]
 
 
 def wikipedia(folder: Path | None) -> Any:
-    """English Wikipedia, one article after the other.
+    """Return English Wikipedia as a stream of articles.
 
     Args:
-        folder: what ``Dataset.save_to_disk`` left, or one that holds parquet files; streamed from the Hugging Face
-            hub if None.
+        folder: a folder that ``Dataset.save_to_disk`` wrote, or with parquet files; streamed from the Hugging Face hub
+            if None.
 
     Returns:
-        A ``datasets.IterableDataset`` whose items hold a ``"text"``.
+        A ``datasets.IterableDataset`` whose items have a ``"text"``.
 
     Raises:
-        MissingDataError: there is no such folder, nothing readable is in it, or the hub cannot be reached.
+        MissingDataError: the folder does not exist or has nothing readable, or the hub cannot be reached.
     """
     import datasets
 
     if folder is None:
         try:
             return datasets.load_dataset(HUB_NAME, HUB_SUBSET, split="train", streaming=True)
-        except OSError as error:  # what network errors and missing data sets are
+        except OSError as error:  # network errors and missing data sets
             raise MissingDataError(
                 "Wikipedia",
                 f"{HUB_NAME} ({HUB_SUBSET}) on the Hugging Face hub ({type(error).__name__}: {error})",

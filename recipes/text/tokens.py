@@ -1,4 +1,4 @@
-"""Tokens of text: a WordPiece vocabulary, trained on the documents themselves, rows of equal length, and batches."""
+"""Tokens of text: a WordPiece vocabulary trained on the documents themselves, rows of equal length, and batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = dict[str, Tensor]
 
 
 def train_wordpiece(documents: Iterable[str], size: int) -> Tokenizer:
-    """BERT's uncased tokenizer with a vocabulary of at most ``size`` pieces learned from ``documents``.
+    """Return BERT's uncased tokenizer with a vocabulary of at most ``size`` pieces learned from ``documents``.
 
     The special tokens have the numbers 0 to 4, in the order of ``SPECIAL``.
     """
@@ -44,7 +44,7 @@ def vocabulary_file(name: str, size: int) -> Path:
 
 
 def write(tokenizer: Tokenizer, file: Path) -> None:
-    """Put it there at once or not at all, since other processes may be reading."""
+    """Write the tokenizer atomically, since other processes may be reading the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
         part.write(tokenizer.to_str())
@@ -52,16 +52,16 @@ def write(tokenizer: Tokenizer, file: Path) -> None:
 
 
 def pack(documents: Iterable[str], tokenizer: Tokenizer, length: int, framed: bool) -> Iterator[Tensor]:
-    """Rows of ``length`` token numbers, cut from the documents in turn with an end token behind each.
+    """Cut the documents, each followed by an end token, into rows of ``length`` token numbers.
 
     Args:
         documents: texts.
-        tokenizer: of the vocabulary.
+        tokenizer: tokenizer with the vocabulary.
         length: tokens in a row.
-        framed: every row starts with a start token and closes with an end token, as BERT expects.
+        framed: whether every row begins with a start token and ends with an end token, as BERT expects.
 
     Yields:
-        int64 tensors of shape ``(length,)``; what is left at the end and does not fill a row is dropped.
+        int64 tensors of shape ``(length,)``; an incomplete row at the end is dropped.
     """
     start, end = SPECIAL.index(START), SPECIAL.index(END)
     room = length - 2 if framed else length
@@ -77,24 +77,24 @@ def pack(documents: Iterable[str], tokenizer: Tokenizer, length: int, framed: bo
 
 
 def causal(rows: Sequence[Tensor]) -> Batch:
-    """Every token predicts the next one; transformers shifts the labels."""
+    """Return a batch in which every token predicts the next one; transformers shifts the labels."""
     tokens = torch.stack(list(rows))
     return {"input_ids": tokens, "labels": tokens}
 
 
 @dataclass(frozen=True)
 class Masking:
-    """The masked language model of BERT (Devlin et al. 2019, §3.1): of the words of a row, 15 % are to be predicted.
-    Of these, 80 % are replaced by the mask, 10 % by a random token, and 10 % stay.
+    """The masked language model of BERT (Devlin et al. 2019, §3.1): 15 % of a row's tokens are to be predicted. Of
+    these, 80 % are replaced by the mask, 10 % by a random token, and 10 % stay.
 
     Equally many are chosen in every row, as in BERT's own data. So the mean over a mini-batch is the mean of its
-    micro-batches' means, and pipelines compute what one process computes.
+    micro-batches' means, and pipelines compute what one process does.
 
     Args:
-        vocabulary_size: tokens to draw from.
+        vocabulary_size: number of tokens to draw from.
         rate: share of a row that is to be predicted.
-        fixed: equal rows get equal masks, whenever they come: for validation. Else the random numbers are those of
-            torch's global generator, which are equal on all stages of a pipeline while it fetches a batch.
+        fixed: whether equal rows always get equal masks, for validation. Otherwise, random numbers come from torch's
+            global generator, which all stages of a pipeline have in step while they fetch a batch.
     """
 
     vocabulary_size: int

@@ -1,1 +1,1 @@
-"""Tools for those who work on the package, or study stragglers: ``python -m recipes.tools.NAME``."""
+"""Tools for work on the package and for studies of stragglers: ``python -m recipes.tools.NAME``."""

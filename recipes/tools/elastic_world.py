@@ -1,9 +1,9 @@
 """An elastic run in virtual time: the scheduler's service, and processes that are killed, fall silent and come back.
 
-The service is the real one, without its sockets, and so is what each process says and believes (its
-:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`) and what stage 0 orders before a turn. Here are
-the network, the faults and the training. The network delays every message by itself, so they overtake each other, and
-loses some. A history follows from its seed alone::
+The service is the real one, without its sockets, and so is each process's
+:class:`~lightning_sdpipe.scheduler.client.conversation.Conversation`, and the choice of what stage 0 orders before a
+turn. This module emulates the network, the faults and the training. The network delays every message separately, so
+messages overtake each other, and loses some. A history follows from its seed alone::
 
     python -m recipes.tools.elastic_world SEED [SECONDS]     # prints what happens
 """
@@ -39,14 +39,14 @@ from lightning_sdpipe.scheduler.client import conversation as c
 from lightning_sdpipe.scheduler.server.service import SchedulerService
 
 SILENCE, BATCHES = 2.0, 6
-"""Seconds, and the batches of each pipeline between two pauses."""
+"""Seconds of silence after which a process is lost, and batches of each pipeline between two pauses."""
 SAME = {"model": "linear"}
 NOTHING = Segment(0, 0, 0, 0)
 
 
 @dataclass
 class Copy:
-    """A state that a stage has copied, and gives."""
+    """A state that a stage has copied to give to newcomers."""
 
     update: int
     segment: Segment
@@ -63,58 +63,58 @@ class Process:
     talk: c.Conversation = field(repr=False)
     state: str = "enrolling"
     waits: dict[c.Key, Callable[[Any], None]] = field(default_factory=dict)
-    """What it does when an answer comes."""
+    """What to do when each answer comes."""
     copies: dict[str, Copy] = field(default_factory=dict)
     receive: Receive | None = None
     update: int = 0
     rounds: int = 0
-    """Of all that are there, whose outcomes are in its model, where the policy makes such."""
+    """Number of rounds of all members whose outcomes are in its model, if the policy makes such rounds."""
     outcomes: int = 0
-    """What tells these from others."""
+    """A hash of these outcomes."""
     kept: int = -1
-    """The number of rounds after the last one whose outcome it has got, not copied with a state."""
+    """Number of rounds including the last one whose outcome it got itself, not as part of a copied state."""
     refused: int = 0
-    """Times in a row that another one could not hand over what it lacks."""
+    """How often in a row another process could not hand over the missing outcome."""
     turns: int = 0
-    """Since it joined."""
+    """Number of turns since it joined."""
     obeyed: int = 0
-    """Of what stage 0 has said before this turn."""
+    """How many of stage 0's commands before this turn it has carried out."""
     late: list[tuple[int, Command]] = field(default_factory=list)
-    """What it was to do when it had made so many updates, and does after the next one."""
+    """Commands that it carries out one update late, with the number of updates at which they came."""
     copying: int = 0
-    """Copies of which the scheduler has not heard."""
+    """Number of copies of which the scheduler has not heard yet."""
     leaving: bool = False
     segment: Segment = NOTHING
     ordinal: int = 0
     lease: Lease | None = None
     done: int = 0
-    """Batches of the lease."""
+    """Number of the lease's batches trained."""
     trained: int = 0
-    """Batches of the segment."""
+    """Number of the segment's batches trained."""
     iteration: int = 0
     group: Group | None = None
-    """With which it exchanges."""
+    """The group with which it exchanges."""
     begun: set[int] = field(default_factory=set)
     """Groups whose exchange it has begun."""
     broke: set[int] = field(default_factory=set)
     has_result: bool | None = None
-    """Of its exchange, once that has ended."""
+    """Whether its exchange has a result, once it has ended."""
     goes_on: Callable[[], None] | None = None
-    """What it does when its exchange is over."""
+    """What to do when its exchange ends."""
     nonce: bytes | None = None
     asleep_until: float = 0.0
     cut_off_until: float = 0.0
     dead: bool = False
     since: float = 0.0
-    """When its state changed last."""
+    """When its state last changed."""
 
 
 class NobodyLeft(Exception):
-    """All are lost, before there was any checkpoint, and the run is over."""
+    """All pipelines were lost before there was a checkpoint, which ends the run."""
 
 
 class World:
-    """See the module's text."""
+    """The run: its scheduler, processes, network and faults; see the module's docstring."""
 
     def __init__(
         self,
@@ -127,37 +127,37 @@ class World:
         self.rng = rng = random.Random(seed)
         self.tell = tell
         self.late = late
-        """How often a stage copies its state a turn later than it was told."""
+        """Probability that a stage copies its state a turn later than it was told."""
         self.unread = unread
-        """How often a worker computes for long before it reads its group."""
+        """Probability that a worker computes for long before it reads its group."""
         self.runs: dict[int, tuple[int, str]] = {}
-        """Of each start that began together with others: the run, numbered over all schedulers, and the checkpoint
-        with which that began, if there was one."""
+        """For each start that began together with others: its run, numbered over all schedulers, and the checkpoint
+        with which the run began, if any."""
         self.commands: dict[tuple[int, int], list[Command]] = defaultdict(list)
-        """What stage 0 of each job has said before each of its turns."""
+        """Commands of each job's stage 0 before each of its turns."""
         self.trained: dict[Segment, set[tuple[int, int]]] = defaultdict(set)
-        """Batches of each shard that were, by anybody."""
+        """Batches of each shard that any process has trained."""
         self.copied_at: dict[tuple[int, str], set[int]] = defaultdict(set)
-        """After which updates the stages of a donor have copied their state, by its start and the transfer."""
+        """Updates after which a donor's stages have copied their state, by the donor's start and the transfer."""
         self.knows_leases = True
-        """Has no scheduler been killed?"""
+        """Whether no scheduler has been killed."""
         self.checkpoint: Published | None = None
-        """The newest of which a scheduler has heard, as it keeps it for the next one."""
+        """The newest checkpoint of which a scheduler has heard, which the next one is told."""
         self.finishes_after: int | None = None
-        """Which segment is the last one."""
+        """The last segment."""
         self.seen: dict[str, int] = defaultdict(int)
         """How often each kind of message was delivered."""
         self.silence, self.pace, self.glance, self.starts_after = SILENCE, (0.02, 0.1), (0.15, 0.25), (0.5, 2.5)
-        """Seconds: after which a process is lost, that a batch takes, between two looks of a process at what it has to
-        say, and until a job that has ended starts again."""
+        """Seconds: after which a silent process is lost, of a batch, between a process's looks at what it must send,
+        and until an ended job restarts."""
         self.batches, self.breaks = BATCHES, 0.01
-        """Of each pipeline between two pauses; and how often an exchange fails for no reason."""
+        """Batches of each pipeline between two pauses, and probability that an exchange fails for no reason."""
         self.by_peer: dict[bytes, Process] = {}
         self.draw(pairs)
         self.one = isinstance(self.config, AllPresent)
-        """Can the outcome of the last round alone be handed over, not all of a model?"""
+        """Whether only the last round's outcome can be handed over, not a whole model."""
         self.together = self.one or isinstance(self.config, OuterRounds)
-        """Does the policy make rounds of all that are there?"""
+        """Whether the policy makes rounds of all members."""
         self.now: float = 0.0
         self.tick = itertools.count()
         self.calendar: list[tuple[float, int, Callable[[], None]]] = []
@@ -173,7 +173,7 @@ class World:
         self.wakes()
 
     def draw(self, pairs: bool) -> None:
-        """Draw the run, and what the network loses."""
+        """Draw the run and the network's loss rate."""
         rng = self.rng
         self.stages, self.pipelines = rng.randint(1, 2), rng.randint(1, 4)
         least = rng.randint(1, min(2, self.pipelines))
@@ -189,7 +189,7 @@ class World:
             apart=2.0,
         )
         self.overlaps = rng.random() < 0.5
-        """Does an exchange go on while its worker computes?"""
+        """Whether an exchange goes on while its worker computes."""
         windows: list[float | str] = [0.0, 0.05, "auto", math.inf]
         configs: list[PolicyConfig] = [
             SemiDecentralized(window=rng.choice(windows)),
@@ -231,7 +231,7 @@ class World:
             self.checkpoint = event
         starts = [d for d in decisions if isinstance(d, Started) and d.fresh]
         begun = {i.incarnation for d in starts for i in d.epoch.members if i.pipeline == d.pipeline}
-        if not begun <= self.runs.keys():  # else one of them is told again
+        if not begun <= self.runs.keys():  # else it repeats what one was told
             run = 1 + max((number for number, _ in self.runs.values()), default=0)
             self.runs |= dict.fromkeys(begun, (run, "" if self.checkpoint is None else self.checkpoint.path))
 
@@ -244,7 +244,7 @@ class World:
         self.after(away, self.start_scheduler)
 
     def wakes(self) -> None:
-        """The service's deadline, looked at often."""
+        """Check the service's deadline regularly."""
         service = self.service
         if service is not None and service.deadline() <= self.now:
             self.deliver(service.tick(self.now))
@@ -271,7 +271,7 @@ class World:
         self.live(process)
 
     def die(self, process: Process, why: str, alone: bool = False) -> None:
-        """And its siblings soon after, unless each ends ``alone``; the job starts again."""
+        """Kill the process and, unless each ends ``alone``, its siblings soon after; the job then restarts."""
         if process.dead:
             return
         process.dead = True
@@ -343,7 +343,7 @@ class World:
         self.pump(process)
 
     def pump(self, process: Process) -> None:
-        """What the conversation has to say."""
+        """Send what the conversation has to say."""
         for request in process.talk.due(self.now):
             self.send(process, e.peer_of(process.worker, process.incarnation), request)
 
@@ -357,7 +357,7 @@ class World:
             self.send(process, m.routing_id(process.worker, process.incarnation), request)
 
     def live(self, process: Process) -> None:
-        """Beats and repeats, a few times a second."""
+        """Send heartbeats and repeat requests, a few times a second."""
         if process.dead:
             return
         if process.asleep_until <= self.now:
@@ -393,13 +393,13 @@ class World:
             case m.Invitation(group=group) if group.source is None:
                 self.begin_pair(process, group, lambda: None)
             case m.Invitation(group=group):
-                process.begun.add(group.sequence)  # it only gives
+                process.begun.add(group.sequence)  # it only hands over an outcome
             case e.End(reason=reason, run=run):
                 assert not run or self.finishes_after is not None, reason
                 self.die(process, f"it must end: {reason}")
 
     def make_group(self, process: Process, epoch: Epoch) -> None:
-        """The members of an epoch find each other in the store."""
+        """Let the members of an epoch find each other in the store."""
         room, stage = f"epoch-{epoch.number}", process.worker.stage
         self.ask(process, lambda _: None, e.Store, "put", (f"{room}/{stage}.{process.worker.pipeline}",), b"here")
         keys = tuple(f"{room}/{stage}.{pipeline}" for pipeline in epoch.pipelines)
@@ -421,7 +421,7 @@ class World:
     # ----------------------------------------------------------------- coming, going
 
     def comes(self, process: Process, reply: e.Reply) -> None:
-        """What it was told when it enrolled, or had a state, or had missed one."""
+        """Follow the reply to an enrolment, or to word of a state that came or did not."""
         if isinstance(reply, e.Get):
             process.receive = reply.receive
             self.set_state(process, "receiving")
@@ -443,8 +443,8 @@ class World:
         self.join(process)
 
     def check_that_nothing_is_lost(self, newcomer: Process, checkpoint: str) -> None:
-        """It begins as its run did, however late it hears so. Without a checkpoint that is with what its script has
-        made of the model: nothing may be left of an earlier run, but what a new scheduler cannot hear of."""
+        """Check that a newcomer begins as its run did, however late it hears so. Without a checkpoint it begins with
+        its script's model, so nothing of an earlier run may be left that a new scheduler can hear of."""
         run, began_with = self.runs[newcomer.incarnation]
         assert checkpoint == began_with, f"{newcomer.worker} begins with {checkpoint!r}, its run with {began_with!r}"
         if not checkpoint:
@@ -519,7 +519,7 @@ class World:
     # --------------------------------------------------------------------- training
 
     def ready(self, process: Process) -> None:
-        """It begins a turn, if its batches, its neighbours and stage 0 allow it; looked at often."""
+        """Begin a turn as soon as the process's batches, its neighbours and stage 0 allow it."""
         if process.dead or process.state not in ("training", "resting"):
             return
         if process.asleep_until > self.now:
@@ -550,14 +550,14 @@ class World:
             process.iteration += 1
             self.turn(process)
         else:
-            self.leave(process)  # there is nothing for now: others must not wait for this one
+            self.leave(process)  # it has no batches now, so others must not wait for it
 
     def turn(self, process: Process) -> None:
-        """It asks for the group of its iteration, and trains the batch when the exchange is over."""
+        """Ask for the group of the iteration, and train the batch when the exchange ends."""
         self.is_ready(process, lambda answer: self.exchange(process, answer.group))
 
     def is_ready(self, process: Process, then: Callable[[Any], None]) -> None:
-        """Say so, and what the model contains, where that is counted."""
+        """Send a ready, with the number of rounds in the model if the policy counts them."""
         contains = process.rounds if self.together else None
         self.ask_session(process, then, m.Ready, process.iteration, contains)
 
@@ -565,10 +565,10 @@ class World:
         process.lease, process.done, process.ordinal = reply.lease, 0, process.ordinal + 1
 
     def may_begin(self, process: Process) -> bool:
-        """Orders what is to be done before the turn, on stage 0, or does what was ordered."""
+        """Give orders before a turn, on stage 0, and carry them out; return whether the turn may begin."""
         job, said = self.job(process), self.commands[process.incarnation, process.turns]
         if any(p.turns < process.turns or p.state in ("joining", "receiving") for p in job if p is not process):
-            return False  # its neighbours have nothing for it yet
+            return False  # its neighbours are behind
         if self.one and any(p.update < process.update for p in job):
             return False  # gradients are clipped together
         go, there = Command(CommandKind.GO), m.AskLease not in process.talk._open
@@ -603,7 +603,7 @@ class World:
         process.copying -= 1
 
     def exchange(self, process: Process, group: Group) -> None:
-        """At once, or when the last one is over."""
+        """Begin an exchange at once, or when the previous one ends."""
         assert process.worker in group.members
         if process.group is not None:
             process.goes_on = lambda: self.exchange(process, group)
@@ -620,7 +620,7 @@ class World:
             process.goes_on = lambda: self.stepped(process)
 
     def begin_exchange(self, process: Process, group: Group) -> None:
-        """It takes a moment, and fails if somebody is gone, or for no reason."""
+        """Begin an exchange, which takes a moment, and fails if a member is gone, or at random."""
         if len(group.members) > 1:
             assert group.epoch > 0
             process.talk.exchanges(Exchanging(group.sequence, tuple(w.pipeline for w in group.members), 0))
@@ -655,7 +655,7 @@ class World:
         self.exchange_ends(process)
 
     def again(self, process: Process, lacking: Group, group: Group) -> None:
-        """It begins the exchange of ``group``, or gets the outcome of the round that it is ``lacking``."""
+        """Begin the exchange of ``group``, or get the outcome of the ``lacking`` round from its source."""
         if group.source is None:
             self.begin_exchange(process, group)
             return
@@ -664,7 +664,7 @@ class World:
         self.after(0.05, lambda: self.handed(process, lacking, group, self.now))
 
     def handed(self, process: Process, lacking: Group, group: Group, since: float) -> None:
-        """The source gives it if it has it, and has heard that it is to."""
+        """Get the outcome from the source, if it has one and has heard of the request."""
         if process.dead or process.group is not lacking or process.has_result is not None:
             return
         source = next((p for p in self.processes if p.worker == group.source and not p.dead), None)
@@ -693,14 +693,14 @@ class World:
         process.kept, process.refused = rounds, 0
 
     def contain(self, process: Process, rounds: int, outcomes: int) -> None:
-        """All that are left have the same models after so many rounds."""
+        """Note the rounds in the process's model, and check that live processes with as many have the same outcomes."""
         process.rounds, process.outcomes, process.talk.contains = rounds, outcomes, rounds
         stage = [p for p in self.processes if p.worker.stage == process.worker.stage and not p.dead]
         same = {p.outcomes for p in stage if (p.segment.run, p.rounds) == (process.segment.run, rounds)}
         assert same == {outcomes} or not self.one, f"{process.worker} has another outcome of round {rounds} than others"
 
     def begin_pair(self, process: Process, group: Group, then: Callable[[], None]) -> None:
-        """An exchange beside the training, which is dropped if it breaks off, or does not move for so long."""
+        """Begin an exchange beside the training, which is dropped if it breaks off or stands still for too long."""
         process.begun.add(group.sequence)
         self.after(self.rng.uniform(0.01, 0.05), lambda: self.paired(process, group, self.now, then))
 
@@ -730,7 +730,7 @@ class World:
             goes_on()
 
     def stepped(self, process: Process) -> None:
-        """A batch is trained, and the iteration over."""
+        """Note that a batch is trained, which ends the iteration."""
         lease = process.lease
         assert lease is not None
         self.trained[process.segment].add((lease.home, lease.start + process.done))
@@ -754,7 +754,7 @@ class World:
     # -------------------------------------------------------------------- faults
 
     def fault(self) -> None:
-        """One, at random."""
+        """Cause a random fault."""
         rng, alive = self.rng, [p for p in self.processes if not p.dead]
         if not alive:
             return
@@ -784,18 +784,18 @@ class World:
                 self.kill_scheduler(rng.choice([0.05, 1.0]))
 
     def cut_off(self, seconds: float) -> None:
-        """The scheduler reaches nobody."""
+        """Cut the scheduler off from all processes."""
         for process in self.processes:
             process.cut_off_until = max(process.cut_off_until, self.now + seconds)
         self.tell(f"the scheduler is cut off for {seconds} s")
 
     def part(self, one: int, other: int) -> None:
-        """These pipelines cannot reach each other from now on."""
+        """Cut two pipelines off from each other for good."""
         self.apart.add(frozenset((one, other)))
         self.tell(f"pipelines {one} and {other} cannot reach each other")
 
     def check_that_all_train(self, seconds: float) -> None:
-        """With no more faults everybody is a member soon, and goes on."""
+        """Stop the faults, and check that every pipeline soon is a member and goes on."""
         self.loss = self.late = self.unread = 0.0
         self.run(self.now + seconds)
         # A pipeline that was measured slow may be dealt none of the few batches of a segment; it still goes on.
@@ -808,7 +808,7 @@ class World:
             assert now != before.get((p.worker, p.incarnation), now), f"{p} has not gone on for 15 s"
 
     def check_that_all_finish(self, seconds: float) -> None:
-        """Soon, after the same segment."""
+        """Check that all pipelines finish soon, after the same segment."""
         self.finishes_after = 1 + max(p.segment.epoch for p in self.processes)
         self.run(self.now + seconds)
         assert self.service is not None
@@ -826,7 +826,8 @@ def live_through(
     pairs: bool = False,
     unread: float = 0.0,
 ) -> World:
-    """A history with so many faults, and what must hold in it; with ``pairs``, of asynchronous AD-PSGD."""
+    """Play a history with ``faults`` faults, and check what must hold in it; with ``pairs``, of asynchronous
+    AD-PSGD."""
     world = World(seed, tell, late, pairs, unread)
     with suppress(NobodyLeft):
         world.run(3.0)

@@ -1,7 +1,7 @@
-"""Recording of a device's speed over time: ``python -m recipes.tools.record FILE``.
+"""Records a device's speed over time: ``python -m recipes.tools.record FILE``.
 
-A device that other programs use too is slower for this one meanwhile. At even intervals a matrix product is repeated
-for a part of the interval; its rate, divided by the best rate of the recording, is the relative speed (SDPipe, §5.5).
+A device is slower while other programs use it, too. At even intervals a matrix product is repeated for a part of the
+interval; the ratio of its rate to the best rate of the recording is the relative speed (SDPipe, §5.5).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def record(path: Path, device: str, seconds: float, interval: float, share: floa
         The relative speeds.
 
     Raises:
-        ConfigurationError: a value is outside of its range, or the device does not exist.
+        ConfigurationError: a value is out of range, or the device does not exist.
     """
     if not (0.0 < interval <= seconds and math.isfinite(seconds)):
         raise ConfigurationError(f"An interval of {interval} s must be above 0 and fit into the {seconds} s in all.")

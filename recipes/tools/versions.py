@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def interpreters(python: str) -> Iterator[str]:
-    """Yield what may be an interpreter of this version: on the path, or among those of pyenv."""
+    """Yield possible interpreters of this version: on the path, or among pyenv's."""
     if (found := shutil.which(f"python{python}")) is not None:
         yield found
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
@@ -83,9 +83,9 @@ def interpreters(python: str) -> Iterator[str]:
 
 
 def make(interpreter: Path, python: str, torch: str) -> str | None:
-    """Make the environment of ``interpreter``, unless it is there; return why it cannot be had, or None.
+    """Make the environment of ``interpreter`` unless it exists; return why it cannot be made, or None.
 
-    Versions are those of constraints.txt, except torch's.
+    Versions are those in constraints.txt, except torch's.
     """
     place = interpreter.parents[1]
     if (place / "ready").exists():
@@ -114,7 +114,7 @@ def make(interpreter: Path, python: str, torch: str) -> str | None:
 
 
 def run(interpreter: Path, tests: Sequence[str], log: Path) -> tuple[bool, str]:
-    """Run the tests, with their output in ``log``; return whether all passed, and how many did what."""
+    """Run the tests, with their output in ``log``; return whether all passed, and a summary of their outcomes."""
     calls = [tests] if tests else [QUICK, PROCESSES]
     counts: dict[str, int] = {}
     passed = True
@@ -133,7 +133,7 @@ def run(interpreter: Path, tests: Sequence[str], log: Path) -> tuple[bool, str]:
 
 
 def versions(interpreter: Path) -> tuple[str, str]:
-    """Return those of Python and of torch, as ``3.11.7`` and ``2.9.1``."""
+    """Return the versions of Python and torch, as in ``3.11.7`` and ``2.9.1``."""
     asks = "import platform, torch; print(platform.python_version(), torch.__version__)"
     said = subprocess.run([interpreter, "-c", asks], capture_output=True, text=True, check=True).stdout.split()
     return said[0], said[1]

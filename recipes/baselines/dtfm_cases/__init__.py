@@ -1,5 +1,5 @@
-"""The networks that DT-FM was evaluated on, as data: once as its published code has them and once as printed, since the
-two disagree, besides ten cities of which the code has the links and FluidStack's two sites (§10.5)."""
+"""The networks on which DT-FM was evaluated, as data: once as in its published code and once as printed, since the two
+disagree; and the ten cities whose links the code has, and FluidStack's two sites (§10.5)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_sdpipe.placement.network import Network, read_network
 Version = Literal["code", "paper"]
 
 MICRO_BATCHES = 61
-"""Of a pipeline's mini-batch, in DT-FM's training of GPT3-XL: 1.25e5 tokens in sequences of 2048."""
+"""Micro-batches in a mini-batch of DT-FM's GPT3-XL: 1.25e5 tokens in sequences of 2048."""
 
 STAGE_BYTES = 1.3e9 * 4 * 3 / 24
-"""Of three of the 24 layers of GPT3-XL, in 4 bytes each."""
+"""Bytes of the parameters of three of GPT3-XL's 24 layers, 4 bytes each."""
 
 CUT_BYTES = 2024 * 2048 * 2 * (1.25e5 / 2048) / 2**30 * 1e9
-"""Of the activations of a mini-batch, as in the published code: a hidden size of 2048 written as 2024, and GiB taken
-for GB."""
+"""Bytes of the activations of a mini-batch, as in the published code, which writes the hidden size of 2048 as 2024 and
+takes GiB for GB."""
 
 
 def case(number: int, version: Version = "code") -> Network:
-    """The network of case 1 to 5.
+    """Return the network of case 1 to 5.
 
     Raises:
         ConfigurationError: there is no such case.
@@ -33,7 +33,7 @@ def case(number: int, version: Version = "code") -> Network:
 
 
 def named(name: str) -> Network:
-    """``"ten_cities"``, ``"fluidstack"``, or a case such as ``"case5_code"``.
+    """Return the network ``"ten_cities"``, ``"fluidstack"``, or a case such as ``"case5_code"``.
 
     Raises:
         ConfigurationError: there is no such network.
@@ -47,5 +47,5 @@ def named(name: str) -> Network:
 
 
 def stages() -> tuple[Block, ...]:
-    """Return the stages of three layers each in the published code, whose pipelines have eight of them."""
+    """Return the eight stages, of three layers each, of the published code's pipelines."""
     return even_stages(8, STAGE_BYTES, CUT_BYTES)

@@ -1,4 +1,4 @@
-"""Cost and gain of exchanging models: writing and reading messages, and training over slow links."""
+"""Cost and gain of exchanging models: encoding and decoding messages, and training over slow links."""
 
 from __future__ import annotations
 

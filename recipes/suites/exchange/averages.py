@@ -1,8 +1,8 @@
-"""Duration of averages: among the workers of one machine, and on links that are really slow, each host a namespace of
-the network. Nothing is trained. Full precision is gloo's all-reduce.
+"""Duration of averages among workers on one machine, and over links that are really slow, with hosts as network
+namespaces. Nothing is trained. Full precision is gloo's all-reduce.
 
-Ablations (BAGUA, table 5) are averages of eight workers on two hosts with and without a hierarchy, and of a model in
-one flat buffer or tensor by tensor.
+The ablations (BAGUA, table 5) are averages of eight workers on two hosts with and without a hierarchy, and of a model
+in one flat buffer or tensor by tensor.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ ABLATIONS: Mapping[str, tuple[str, str, str, float | None]] = {
     "ablation/fusion": ("ms", "one_by_one", "flat", 2.0),
     "bytes/hierarchy": ("host_sends_bytes", "flat", "by_hosts", 3.9),
 }
-"""Each key is the column of the first case over that of the second. Of the bytes that leave a host 4 is possible by
-arithmetic, less what packets are made of."""
+"""By the ratio's key: its column, its two cases (first over second), and its goal. For the bytes that leave a host, the
+ratio is 4 by arithmetic, less the packets' overhead."""
 
 Average = Callable[[int], object]
 
@@ -52,15 +52,15 @@ Average = Callable[[int], object]
 def measure_group_mean(
     *, members: int, mebibytes: int, calls: int, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Return the cost of averaging in a group beside gloo's own all-reduce, among all workers of a machine: over
-    loopback, so it is the processors that it costs. On a link, both send the same number of bytes.
+    """Compare the time of averaging in a group with gloo's own all-reduce, among all workers on a machine. Over
+    loopback, this is processor time; on a link, both send the same number of bytes.
 
     Args:
-        members: of the group, one process each.
-        mebibytes: of the model, float32.
-        calls: of one timing.
+        members: members of the group, one process each.
+        mebibytes: size of the model, in float32.
+        calls: calls in one timing.
         repeats: timings of each.
-        seed: of the models.
+        seed: seed of the models.
     """
     rows = _slowest(run_processes(members, _group_mean, members, mebibytes, calls, repeats, seed))
     meaning = f"time to average {mebibytes} MiB in a group of {members} over that of gloo's all-reduce"
@@ -80,16 +80,16 @@ def _group_mean(rank: int, members: int, mebibytes: int, calls: int, repeats: in
 def measure_slow_links(
     *, elements: Mapping[str, int], rates_mbit: Mapping[str, float], repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Return the time of an average of four hosts, full precision over each.
+    """Compare the time of an average of four hosts in full precision with that of each other exchange.
 
     Args:
-        elements: of the tensor, float32, by the name of a rate.
-        rates_mbit: of each host's link, by name.
+        elements: elements of the tensor, float32, by the name of a rate.
+        rates_mbit: rates of each host's link, by name.
         repeats: timings of each case.
-        seed: of the models.
+        seed: seed of the models.
 
     Returns:
-        Nothing, with a word about why, where namespaces cannot be made.
+        Rows and ratios; none, after printing why, if namespaces cannot be made.
     """
     rows: list[Row] = []
     goals: dict[str, Goal] = {}
@@ -135,17 +135,17 @@ def _among_four(rank: int, elements: int, repeats: int, seed: int) -> list[Row]:
 def measure_ablations(
     *, elements: int, tensors: int, rate_mbit: float, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Return the time of an average, and bytes that leave a host.
+    """Compare the times of averages, and the bytes that leave a host.
 
     Args:
-        elements: of a model, float32.
-        tensors: that it is made of.
-        rate_mbit: of each host's link.
+        elements: elements of a model, float32.
+        tensors: number of tensors of the model.
+        rate_mbit: rate of each host's link.
         repeats: timings of each case.
-        seed: of the models.
+        seed: seed of the models.
 
     Returns:
-        Nothing, with a word about why, where namespaces cannot be made.
+        Rows and ratios; none, after printing why, if namespaces cannot be made.
     """
     rows = _on_slow_hosts(HOSTS, WORKERS, rate_mbit, _among_two_hosts, elements, tensors, repeats, seed)
     shape = f"{HOSTS * WORKERS} workers on {HOSTS} hosts, {elements} float32 (one_by_one: in {tensors} tensors)"
@@ -208,8 +208,8 @@ def _average(mover: Mover, model: Sequence[Tensor], number: int) -> None:
 
 
 def _timed(cases: Mapping[str, Average], repeats: int, calls: int = 1) -> list[Row]:
-    """Time the cases in rotated order, once more than asked: the first does not count, since connections are made, and
-    pairs exchange in full. Each call has a number of its own."""
+    """Time the cases in rotated order, once more than asked: the first time does not count, since connections are made
+    and pairs exchange in full. Each call has its own number."""
     rows: list[Row] = []
     numbers = count()
     for repeat in range(repeats + 1):
@@ -226,7 +226,7 @@ def _timed(cases: Mapping[str, Average], repeats: int, calls: int = 1) -> list[R
 
 
 def _sent() -> int:
-    """Return the bytes that have left this host, if it is a namespace."""
+    """Return the bytes that have left this host if it is a namespace, else 0."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
         if name.strip() == INTERFACE:

@@ -1,10 +1,10 @@
-"""Pipelines under stragglers whose links are as busy as their processors: what hiding the averaging, and sending less,
-is worth.
+"""Pipelines with stragglers whose links are as busy as their processors: the gain from hiding the averaging and from
+sending less.
 
-Workers are emulated: they sleep instead of computing, and every message between workers takes as long as over a link on
-which moving a stage's parameters in full, in a group of all, lasts for a given share of an iteration. One card per
-worker sends one message at a time. The stages of a pipeline are within a machine, or reach each other by the same
-cards: then activations wait for averages that are being sent.
+Workers are emulated: they sleep instead of computing, and every message between them takes as long as over a link on
+which a full average of a stage's parameters among all pipelines takes a given share of an iteration. Each worker has
+one card, which sends one message at a time. The stages of a pipeline are within a machine, or reach each other through
+the same cards; then activations wait for averages that are being sent.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from recipes.suites.trainings import Named, Training, quiet, train
 
 NOSYNC = "nosync"
 LINKS = {"between_machines": "", "everywhere": "/everywhere"}
-"""Which links are busy, and what that adds to keys."""
+"""Which links are busy, and the suffix that this adds to keys."""
 KEYS: dict[str, tuple[str, float | None]] = {
     "best": ("sdpipe/nosync/b/busy_link", 0.93),
     "default": ("sdpipe/nosync/b/busy_link/default", None),
 }
-"""Of the exchanges that have a ratio; others have rows."""
+"""Keys and goals of the exchanges that have a ratio; others have only rows."""
 
 
 @dataclass(frozen=True)
 class Busy:
-    """A training over links of so many bytes per second, as ``kind`` says which."""
+    """A training in which the links of ``kind`` carry ``rate`` bytes per second."""
 
     training: Training
     kind: str
@@ -49,21 +49,21 @@ def measure(
     links: Sequence[str],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Return samples per second with each exchange, over those of pipelines that never synchronise.
+    """Return the ratio of the samples per second with each exchange to those of pipelines that never synchronise.
 
     Args:
         training: fields of a :class:`~recipes.suites.trainings.Training`.
-        share: of an iteration without delays that moving them in full takes in a group of all.
-        repeats: trainings of each, with a seed of their own.
-        delays: specification of what slows workers down.
+        share: ratio of the time of a full average among all pipelines to that of an iteration without delays.
+        repeats: trainings of each, each with its own seed.
+        delays: specification of the heterogeneity that slows workers down.
         exchanges: specifications by name; "best" and "default" have a ratio.
-        links: which ones are busy: "between_machines", "everywhere".
-        seed: of the first repeat.
+        links: the links that are busy: "between_machines", "everywhere".
+        seed: seed of the first repeat.
     """
     quiet()
     stages, pipelines, parameters = (training[name] for name in ("num_stages", "num_pipelines", "block_parameters"))
     part = -(-parameters // pipelines)
-    moved = 4 * (parameters - part + (pipelines - 1) * part)  # the others' parts, and to each its own mean
+    moved = 4 * (parameters - part + (pipelines - 1) * part)  # the others' parts, then the own part's mean to each
     rate = moved / (share * (training["num_micro_batches"] + stages - 1) * training["block_seconds"])
     cases = []
     for repeat in range(repeats):

@@ -1,6 +1,7 @@
-"""Cost of writing and reading messages, in copies of the tensor: one thread, as each worker of a shared machine has.
+"""Cost of encoding and decoding messages, as a ratio to a copy of the tensor, with one thread, as each worker of a
+shared machine has.
 
-A copy is timed like everything else, in turn with it, in processor time, so that other processes matter little.
+The copy is timed in turn with the codecs, in processor time, so that other processes matter little.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def measure(*, elements: int, calls: int, repeats: int, seed: int) -> tuple[list
     """Return timings of all codecs, and ratios of those with a goal.
 
     Args:
-        elements: of the tensor, float32.
-        calls: of one timing.
+        elements: elements of the tensor, float32.
+        calls: calls in one timing.
         repeats: timings of each.
-        seed: of the tensor.
+        seed: seed of the tensor.
     """
     (rows,) = run_processes(1, _compare, elements, calls, repeats, seed)
     goals = {
@@ -49,14 +50,14 @@ def _compare(rank: int, elements: int, calls: int, repeats: int, seed: int) -> l
     work: dict[str, Callable[[], object]] = {"copy": partial(values.copy_, x)}
     for name, payload in PAYLOADS.items():
         message = torch.empty(payload.nbytes(x.numel()), dtype=torch.uint8)
-        payload.encode(x, message)  # so that it can be decoded, whatever comes first
+        payload.encode(x, message)  # so that decoding may come first
         work[f"{name} encode"] = partial(payload.encode, x, message)
         work[f"{name} decode"] = partial(payload.decode, message, values)
     return compared({name: partial(_time, call, calls) for name, call in work.items()}, repeats)
 
 
 def _time(call: Callable[[], object], calls: int) -> Row:
-    call()  # what was called before has left other things in the cache
+    call()  # warms up the cache after other calls
     start = time.process_time()
     for _ in range(calls):
         call()

@@ -1,5 +1,5 @@
-"""The memory that methods and exchanges hold besides parameters, gradients and the optimizer's state: the peak of a
-training beside that of the same training without synchronisation, in copies of the model."""
+"""The memory that methods and exchanges need besides parameters, gradients and the optimizer's state: the peak of a
+training beyond that of the same training without synchronisation, in copies of the model."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class _Adam(LinearChain):
 def measure(
     *, compared: Sequence[str] | None, width: int, blocks: int, steps: int, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Return peaks of the fullest worker of three, one pipeline each, under Adam.
+    """Return the peak of the fullest of three workers, one pipeline each, with Adam.
 
     Args:
         compared: names of cases; None for all.
         width: features of a layer.
-        blocks: layers.
-        steps: of each worker.
-        repeats: trainings of each.
-        seed: of the weights and the data.
+        blocks: number of layers.
+        steps: steps of each worker.
+        repeats: trainings of each case.
+        seed: seed of the weights and the data.
 
     Raises:
-        ConfigurationError: a case that there is not.
+        ConfigurationError: ``compared`` names an unknown case.
     """
     refuse_unknown("a case of suite.copies.compared", compared or (), CASES)
     names = [BASELINE, *(name for name in (CASES if compared is None else compared) if name != BASELINE)]

@@ -1,8 +1,8 @@
-"""Whole trainings on links that are really slow, each worker on a host of its own as far as the network is concerned:
-``Trainer.fit`` as a user calls it, beside Lightning's DDP with and without torch's own hooks.
+"""Whole trainings over links that are really slow, with each worker in its own network namespace: ``Trainer.fit`` as a
+user calls it, beside Lightning's DDP with and without torch's own hooks.
 
-Compute is *emulated*, in blocks of equal size, so that a backward has something to hide an exchange behind; parameters
-are matrices, since PowerSGD compresses nothing else. The rest is real.
+Compute is *emulated*, in blocks of equal size, so that a backward can hide an exchange; parameters are matrices, since
+PowerSGD compresses nothing else. The rest is real.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ STRAGGLER = Static((2.2, 1.0, 1.0, 1.0))
 
 
 class SlowCase(NamedTuple):
-    """A training over links of so many Mbit/s. One of the workers may be a straggler; a training counts whole rounds
-    of ``every`` steps."""
+    """A training over links of ``rate`` Mbit/s. It counts whole rounds of ``every`` steps."""
 
     strategy: Callable[[], DDPStrategy]
     rate: float = 100
@@ -48,7 +47,7 @@ class SlowCase(NamedTuple):
 
 
 class _Hooked(DDPStrategy):
-    """Lightning registers hooks on GPUs only, without a word elsewhere; gloo can carry these out, too."""
+    """DDP with communication hooks on the CPU, too: Lightning silently registers them only on GPUs."""
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -92,7 +91,7 @@ CASES: Mapping[str, SlowCase] = {
     "diloco/50mbit": SlowCase(_ours(sdp.DiLoCo(every=32)), 50, 32),
 }
 OURS = ("all_reduce/eight_bit", "all_reduce/one_bit", "groups/eight_bit", "groups/eight_bit/step")
-"""Of which the fastest is compared with DDP's hooks."""
+"""Our cases, of which the fastest is compared with DDP's hooks."""
 COMPARED: Mapping[str, tuple[str, str, float | None]] = {
     "all_reduce/lightning_ddp/100mbit": ("all_reduce", "lightning_ddp", 0.97),
     "ablation/overlap": ("groups/eight_bit/step", "groups/eight_bit", 1.6),
@@ -105,7 +104,7 @@ COMPARED: Mapping[str, tuple[str, str, float | None]] = {
 
 
 class _Matrices(EmulatedChain):
-    """Its parameters are square."""
+    """An emulated chain whose parameters are square matrices."""
 
     def __init__(self, blocks: int, compute_seconds: float, parameters: int) -> None:
         super().__init__(blocks, *passes(compute_seconds / blocks))
@@ -125,23 +124,23 @@ def measure(
     repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Return samples per second of all workers together, of each case, and what is compared.
+    """Return the samples per second of all workers together in each case, and the ratios of cases that are compared.
 
     Args:
         compared: names of cases; None for all.
-        blocks: of the model, equally large.
-        parameters: of the model, float32.
-        compute_seconds: of a step at full speed, emulated.
-        steps: that count, in whole rounds of the methods that have rounds.
-        warm_up: steps before them, likewise; at least 1.
-        repeats: trainings of each.
-        seed: of the batches.
+        blocks: number of the model's blocks, equally large.
+        parameters: number of the model's parameters, float32.
+        compute_seconds: emulated seconds of a step at full speed.
+        steps: number of steps that count, rounded up to whole rounds.
+        warm_up: number of steps before them, at least 1, rounded likewise.
+        repeats: trainings of each case.
+        seed: seed of the batches.
 
     Returns:
-        Nothing, with a word about why, where namespaces cannot be made.
+        Rows and ratios; none, after printing why, if namespaces cannot be made.
 
     Raises:
-        ConfigurationError: a case that there is not, or nothing to warm up with, or nothing to count.
+        ConfigurationError: ``compared`` names an unknown case, or ``steps`` or ``warm_up`` is below 1.
     """
     refuse_unknown("a case of suite.slow_trainings.compared", compared or (), CASES)
     names = list(CASES) if compared is None else list(compared)
@@ -183,10 +182,10 @@ def _ratios(rows: Sequence[Row]) -> Ratios:
 def _train(
     rank: int, machines: Sequence[str], name: str, shape: tuple[int, float, int], steps: int, warm_up: int, seed: int
 ) -> tuple[float, float]:
-    """Return samples per second, and bytes sent in a step, of one worker, which has a host of its own."""
+    """Return the samples per second, and the bytes sent in a step, of one worker on its own host."""
     enter(machines[rank])
     place = {"LOCAL_RANK": 0, "GROUP_RANK": rank, "LOCAL_WORLD_SIZE": 1, "SDPIPE_HOST": machines[rank]}
-    own = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}  # or Lightning gives this host all of the cores
+    own = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": 1}  # else Lightning gives this host all cores
     be_rank(rank, WORKERS, PORT, MASTER_ADDR=address(0), **place, **own)
     torch.manual_seed(seed)
     module, batches = _Matrices(*shape), random_features((warm_up + steps) * WORKERS, 1)

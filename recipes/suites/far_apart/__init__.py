@@ -1,11 +1,12 @@
-"""Islands that are far apart and preempted: DiLoCo over slow links, while processes are killed.
+"""Distant islands that are preempted: DiLoCo over slow links, while processes are killed.
 
-Every pipeline is a host of its own (a network namespace) whose link the kernel holds down to a rate. Messages between
-workers arrive later by an emulated latency, and so does what they and the scheduler say to each other, through a proxy.
-Devices sleep instead of computing, and one is slower than the others. A pipeline that was killed is started again at
-once, from a process that has imported everything, and gets the state of another one.
+Every pipeline is its own host (a network namespace), and the kernel limits its link to a rate. Messages between workers
+are delayed by an emulated latency; so are those to and from the scheduler, by a proxy. Devices sleep instead of
+computing, and one is slower than the others. A killed pipeline is restarted at once, from a process that has imported
+everything, and gets the state of another one.
 
-Two pipelines train on links of published rates, too, without kills: which share of their rate without a link is left.
+Two pipelines also train, without kills, on links of published rates: the result is the share that is left of their rate
+without a link.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Islands(Work):
     """The training of every pipeline; the last one has the slow device.
 
     Args:
-        slow: factor of the length of a mini-batch on the slow device.
-        text: what a BERT learns in the place of the emulated model, if any.
-        rows: of it.
+        slow: factor of a mini-batch's length on the slow device.
+        text: the text that a BERT learns in place of the emulated model; None for that model.
+        rows: rows of the text.
     """
 
     slow: float = 1.0
@@ -67,19 +68,19 @@ class Islands(Work):
     rows: Sequence[Tensor] = ()
 
     def seconds(self, pipeline: int) -> float:
-        """Return the length of a mini-batch on that island."""
+        """Return the seconds of a mini-batch on an island."""
         return self.batch_seconds * (self.slow if pipeline == self.num_pipelines - 1 else 1.0)
 
 
 class Numbered(EmulatedChain):
-    """Learns from the second of what a batch has: the first are the numbers of its samples."""
+    """Learns from the second part of a batch; the first has the numbers of its samples."""
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
         return super().training_step(batch[1], batch_idx)
 
 
 def island(work: Islands, pipeline: int) -> Sequence[Any]:
-    """Return the module of a pipeline, and its data."""
+    """Return a pipeline's module and its data."""
     seconds = work.seconds(pipeline)
     if work.text is not None:
         return PacedBert(work.text, seconds), loader(work.text, work.rows, work.batches)
@@ -100,22 +101,22 @@ def run(
     links: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Train with kills and without; and a BERT with kills and without.
+    """Train the emulated model and a BERT, each with kills and without.
 
     Args:
         method: specification of DiLoCo for Hydra.
-        exchange: likewise.
+        exchange: specification of its exchange for Hydra.
         work: options of :class:`Islands`.
-        rate_mbit: of every link, in either direction.
-        kill_every: seconds.
-        repeats: of each run.
-        samples: ``text``, options of :class:`~recipes.suites.far_apart.samples.Text`; ``work``, those of
-            :class:`Islands` that differ; ``fast_lrs``, learning rates, at the best of which it is compared with
-            all-reduce; and the number of ``seeds``, which may be 0.
-        links: of runs on thinner and wider ones: ``work``, options of :class:`Islands`; ``methods``, each with a
-            ``sync``, an ``exchange`` and the ``steps`` that are counted, or None to leave it out; and ``rates`` in
-            Mbit/s, each with the share of the rate that is published, and the goal of the best method.
-        seed: of the victims.
+        rate_mbit: rate of every link, in either direction.
+        kill_every: seconds between kills.
+        repeats: repeats of each run.
+        samples: for the BERT: ``text``, options of :class:`~recipes.suites.far_apart.samples.Text`; ``work``, options
+            of :class:`Islands` that differ; ``fast_lrs``, learning rates of which the best is compared with all-reduce;
+            and the number of ``seeds``, which may be 0.
+        links: for runs at other rates: ``work``, options of :class:`Islands`; ``methods``, each with a ``sync``, an
+            ``exchange`` and the number of ``steps`` that count, or None to leave it out; and ``rates`` in Mbit/s, each
+            with the published share of the rate, and the goal of the best method.
+        seed: seed of the choice of victims.
 
     Raises:
         NotAllowed: network namespaces cannot be made here.
@@ -127,7 +128,8 @@ def run(
     always |= {**work, "exchange": hydra.utils.instantiate(exchange)}
 
     def train(islands: Islands, killed: int | None) -> tuple[list[Record], int]:
-        """Make one run to its end, with the victims of a seed; return what was noted, and the number of kills."""
+        """Make one run to its end, killing by the seed ``killed``, or nothing if it is None; return the records and the
+        number of kills."""
         with world_of(islands, rate_mbit) as world:
             most, draws = 0 if killed is None else 1 << 30, random.Random(killed)
             done = Events(world, draws, most, kill_every, frozenset(), {}, {"kill": 1}, regular=True)
@@ -156,7 +158,7 @@ def run(
 
 @contextmanager
 def world_of(islands: Islands, rate_mbit: float | None) -> Iterator[World]:
-    """Pipelines that are hosts of their own, on links of that rate."""
+    """Yield a world whose pipelines are separate hosts, on links of this rate."""
     with (
         hosts(islands.num_pipelines + 1, rate_mbit) as names,
         inside(names[-1]),
@@ -178,7 +180,7 @@ def on_links(
     for rate, published, goal in [(math.inf, 1.0, 1.0), *rates]:
         for name, method in methods.items():
             if method is None or (rows and math.isinf(rate)):
-                continue  # without a link the first one stands for all
+                continue  # without a link, the first method stands for all
             sync, exchange = (hydra.utils.instantiate(method[key]) for key in ("sync", "exchange"))
             every, steps, rated = getattr(sync, "every", 1), method["steps"], math.isfinite(rate)
             islands = Islands(**always, sync=sync, exchange=exchange, batches=0, **work)
@@ -196,8 +198,8 @@ def on_links(
 
 
 def paced(records: Sequence[Record], every: int, steps: int) -> Row:
-    """Return the rate of so many steps of all pipelines, in whole periods from the midst of the first one on, and the
-    longest time between two steps of one pipeline."""
+    """Return the rate of ``steps`` steps of all pipelines, counted from the middle of the first period of ``every``
+    steps on, and the longest time between two steps of one pipeline."""
     times = sorted(at for record in records for at in record.times("trained"))
     begin, end = times[(every + 1) // 2], times[(every + 1) // 2 + steps]
     waits = [after - before for record in records for before, after in pairwise(record.times("trained"))]
@@ -205,12 +207,13 @@ def paced(records: Sequence[Record], every: int, steps: int) -> Row:
 
 
 def to_target(calm: Sequence[float], killed: Sequence[Sequence[float]], all_reduce: Sequence[Sequence[float]]) -> Row:
-    """Return how many mini-batches each run takes to the loss that the one without kills has while it still falls.
+    """Return the number of mini-batches that each run needs to reach the target: a loss of the run without kills while
+    it still falls.
 
     Args:
         calm: losses without kills.
-        killed: the same with kills, at the same learning rate and at some that are faster.
-        all_reduce: of all-reduce at the faster ones.
+        killed: losses with kills, at the same learning rate and then at each faster one.
+        all_reduce: losses of all-reduce at each faster learning rate.
     """
     goal = target(calm)
     return {
@@ -223,8 +226,8 @@ def to_target(calm: Sequence[float], killed: Sequence[Sequence[float]], all_redu
 
 
 def measured(records: Sequence[Record], islands: Islands) -> Row:
-    """Return the seconds of a run and its utilisation: the seconds of mini-batches that are in the model over those of
-    all devices. A mini-batch that died with a pipeline is trained again, and its last training counts.
+    """Return the seconds of a run and its utilisation, the ratio of the seconds of mini-batches in the model to those
+    of all devices. A mini-batch that was lost with a pipeline is trained again; only its last training counts.
 
     Raises:
         ValueError: a mini-batch was never trained.
@@ -250,7 +253,7 @@ def measured(records: Sequence[Record], islands: Islands) -> Row:
 
 
 def ratios_of(rows: Sequence[Row]) -> Ratios:
-    """Return utilisation and bytes with kills, and without; speed without; and samples. No rows give none."""
+    """Return the ratios of utilisation and bytes, with kills and without; of speed on links; and of samples."""
     goals, killed = dict(GOALS), chosen(rows, run=KILLED)
     kills, states = (sum(row[column] for row in killed) for column in ("kills", "state_bytes"))
     meaning = f"seconds of mini-batches in the model over those of all devices; {kills} kills"

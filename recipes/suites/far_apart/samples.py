@@ -1,8 +1,8 @@
-"""Samples to a loss: a small BERT on islands that are killed, over the same run without kills, and over all-reduce.
+"""Samples to a loss: a small BERT on islands that are killed, beside the same run without kills, and all-reduce.
 
-Counted are the mini-batches that are in the model, in the order of time; the target is the loss that the run without
-kills has after a part of them, while it still falls. A mini-batch that died with a pipeline counts where it was trained
-at last: that it is trained twice costs time, which the utilisation says.
+This counts the mini-batches that are in the model, in the order of time. The target is the loss of the run without
+kills after a part of them, while it still falls. A mini-batch that was lost with a pipeline counts when it was last
+trained; the utilisation includes the time of training it twice.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from recipes.text.data import PydocText
 from recipes.text.tokens import Batch, Masking
 
 WINDOW = 200
-"""Mini-batches whose mean loss counts."""
+"""Number of mini-batches whose mean loss counts."""
 REACHED_AFTER = 0.8
-"""Part of the run without kills after which the target is reached there."""
+"""The run without kills reaches the target after this share of its mini-batches."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """The rows of text that a BERT learns, again and again, and how it learns them.
+    """The rows of text that a BERT learns repeatedly, and how it learns them.
 
     Args:
-        network: settings of the BERT; its ``vocab_size`` is that of the vocabulary.
-        length: tokens of a row.
-        batch: rows of a mini-batch.
+        network: settings of the BERT; ``vocab_size`` is also the size of the vocabulary.
+        length: number of tokens in a row.
+        batch: number of rows in a mini-batch.
         lr: learning rate of AdamW.
-        warmup_steps: updates over which it rises.
+        warmup_steps: updates over which the learning rate rises.
     """
 
     network: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Text:
 
 
 class _Numbered(Dataset[tuple[int, Tensor]]):
-    """Give so many rows, with their numbers."""
+    """``count`` rows, repeated if need be, with their numbers."""
 
     def __init__(self, rows: Sequence[Tensor], count: int) -> None:
         self._rows, self._count = rows, count
@@ -64,11 +64,11 @@ class _Numbered(Dataset[tuple[int, Tensor]]):
 
 
 class PacedBert(LanguageModel):
-    """A BERT whose forward takes some seconds more, as an island's device does.
+    """A BERT that sleeps before its forward, to be as slow as an island's device.
 
     Args:
-        text: what it learns.
-        seconds: of sleep.
+        text: the text that it learns.
+        seconds: seconds of sleep.
     """
 
     def __init__(self, text: Text, seconds: float) -> None:
@@ -82,7 +82,7 @@ class PacedBert(LanguageModel):
 
 
 def rows_of(text: Text, seed: int) -> list[Tensor]:
-    """Return the rows to train on, shuffled, so that chapters do not raise and lower the loss by turns."""
+    """Return the rows to train on, shuffled, so that the loss does not rise and fall with the chapters."""
     data = PydocText(text.batch, text.length, text.network["vocab_size"])
     data.prepare_data()
     data.setup("fit")
@@ -91,7 +91,7 @@ def rows_of(text: Text, seed: int) -> list[Tensor]:
 
 
 def loader(text: Text, rows: Sequence[Tensor], batches: int) -> DataLoader[Any]:
-    """Return so many mini-batches: the numbers of their samples, and what BERT gets."""
+    """Return a loader of ``batches`` mini-batches: the numbers of their samples, and BERT's input."""
     masking = Masking(text.network["vocab_size"])
 
     def collate(samples: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Batch]:
@@ -116,7 +116,8 @@ def losses(records: Sequence[Record]) -> list[float]:
 
 
 def reached(found: Sequence[float], target: float) -> float:
-    """Return after how many mini-batches the mean loss of the last ones is ``target`` or less; infinite if never."""
+    """Return the number of mini-batches after which the mean loss of the last :data:`WINDOW` is at most ``target``;
+    infinite if it never is."""
     window: deque[float] = deque(maxlen=WINDOW)
     for number, loss in enumerate(found, 1):
         window.append(loss)
@@ -126,7 +127,7 @@ def reached(found: Sequence[float], target: float) -> float:
 
 
 def target(calm: Sequence[float]) -> float:
-    """Return the mean loss that the run without kills has after a part of its mini-batches.
+    """Return the mean loss of the run without kills after :data:`REACHED_AFTER` of its mini-batches.
 
     Raises:
         ValueError: the run is too short for a mean.
@@ -140,9 +141,9 @@ def target(calm: Sequence[float]) -> float:
 
 
 def learn_together(text: Text, rows: Sequence[Tensor], replicas: int, batches: int, seed: int) -> list[float]:
-    """Return the loss of each mini-batch where every update averages the gradients of ``replicas`` of them.
+    """Return the loss of each mini-batch when every update averages the gradients of ``replicas`` mini-batches.
 
-    One process computes what all-reduce computes: links and devices change its time, not its samples.
+    One process computes what all-reduce does: links and devices change its time, not its samples.
     """
     torch.manual_seed(seed)
     model = LanguageModel("bert", text.network, lr=text.lr, warmup_steps=text.warmup_steps)

@@ -1,9 +1,9 @@
-"""Effects of a fault on survivors: pipelines that are killed in every phase of their work, under several methods; and
-disks that are full.
+"""Effects of a fault on survivors: pipelines are killed in every phase of their work, with several methods, and disks
+are full.
 
-For each method, role and phase: how much longer than a median step the survivors' longest step took, and until when a
-newcomer took part.
-Workers sleep instead of computing; everything else about them is real, and the processes are forked from this one.
+For each method, role and phase, this measures how much longer than a median step the survivors' longest step took, and
+how long it took until a newcomer took part. Workers sleep instead of computing; everything else about them is real, and
+their processes are forked from this one.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ LIMITS = {
     "full_logs": 0.3,
     "full_checkpoints": 0.5,
 }
-"""Seconds that the survivors' longest step may take beyond a median one; with ``silent`` beyond the limit of silence,
-with ``scheduler`` and ``full_logs`` beyond the time without one."""
+"""Seconds that the survivors' longest step may take beyond a median one; with ``silent``, also beyond the limit of
+silence; with ``scheduler`` and ``full_logs``, also beyond the time without a scheduler."""
 JOIN_LIMIT, NEWCOMER_LIMIT = 0.25, 2.0
 IN_STEP = frozenset({"allreduce"})
-"""Methods whose pipelines make every step together: a death costs them the step that was under way, and a join the
-transfer of the state."""
+"""Methods whose pipelines make every step together: a death costs them the step under way, and a join the transfer of
+the state."""
 SILENCE = 2.0
-CHECKPOINT_EVERY = 10  # where their disk is full
-VICTIM = 2  # neither the leader, nor the first donor of a state
+CHECKPOINT_EVERY = 10  # if the checkpoints' disk is full
+VICTIM = 2  # neither the leader nor the first donor of a state
 FROM_OUTSIDE = {
     "sigterm": signal.SIGTERM,
     "silent": signal.SIGSTOP,
     **dict.fromkeys(["two_at_once", "all_but_one"], signal.SIGKILL),
 }
-"""Phases that are no place in the victim's work, and the signal that it gets."""
+"""Phases in which the victim gets a signal from outside, whatever it does, and the signal."""
 
 
 def run(
@@ -76,17 +76,17 @@ def run(
         methods: specifications for Hydra, by name.
         cases: what is killed, or full: ``method``, ``role``, ``phase``, ``num_stages`` if not 1, ``schedule`` if not
             1F1B, and ``exchange`` if not ``Exchange()``.
-        only: parts.
-        after: updates that all make before the death.
-        calm: seconds after it until a newcomer takes the place.
-        repeats: of each case.
-        work: of :class:`~recipes.suites.elastic.Work`.
-        overhead: of :func:`~recipes.suites.faults.elastic_overhead.measure`.
-        torchft: of :func:`~recipes.suites.faults.torchft_peer.measure`.
-        seed: of the model.
+        only: names of parts.
+        after: updates that all pipelines make before the death.
+        calm: seconds from the death until a newcomer replaces the victim.
+        repeats: repeats of each case.
+        work: options of :class:`~recipes.suites.elastic.Work`.
+        overhead: arguments of :func:`~recipes.suites.faults.elastic_overhead.measure`.
+        torchft: arguments of :func:`~recipes.suites.faults.torchft_peer.measure`.
+        seed: seed of the model.
 
     Returns:
-        One row per death; and the ratios of what was measured to its limit.
+        A row for each death, and the ratios of measurements to their limits.
     """
     matrix = {"methods": methods, "cases": cases, "after": after, "calm": calm, "repeats": repeats, "work": work}
     allreduce = {"method": methods["allreduce"]}
@@ -138,8 +138,8 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
     """Make one run with one fault.
 
     Raises:
-        TimeoutError: something did not happen, with what all processes said.
-        NotAllowed: there is no disk that may be full.
+        TimeoutError: something did not happen; the message has what all processes printed.
+        NotAllowed: no disk can be mounted to be filled.
     """
     full, downtime = phase.startswith("full_"), 0.0
     with (
@@ -179,7 +179,7 @@ def measure_case(work: Work, role: str, phase: str, after: int, calm: float) -> 
 
 
 def _with_a_full_disk(it: World, phase: str) -> float:
-    """Let nothing be written for a while; return the seconds without a scheduler, which is killed then."""
+    """Fill a disk for a while; return the seconds without a scheduler, which is restarted if its disk is full."""
     place, downtime, pipelines = it.directory / phase.removeprefix("full_"), 0.0, range(it.work.num_pipelines)
 
     def train(updates: int) -> None:
@@ -209,13 +209,13 @@ def _with_a_full_disk(it: World, phase: str) -> float:
 
 
 def _kill_in_transfer(it: World, phase: str) -> tuple[float, list[int]]:
-    """Let a newcomer come, and it or its donor die while the state is on its way; return when, and the dead."""
+    """Let a newcomer join, and kill it or its donor while the state is under way; return when, and the victims."""
     it.kill(VICTIM)
     it.wait(lambda: VICTIM not in it.members(), "the scheduler to know of a death")
     if phase == "newcomer":
         it.launch(VICTIM, Fault("newcomer", 0))
         return it.wait(lambda: _struck_at(it, [VICTIM], newest=True), "the newcomer to die"), [VICTIM]
-    # All that may be asked for the state die of it: the first does, and so do restarted ones.
+    # Pipeline 1 dies when it is asked for the state.
     it.end(1)
     it.wait(lambda: it.members() == [0], "one pipeline to be left")
     it.launch(1, Fault("donor", 0))
@@ -227,7 +227,7 @@ def _kill_in_transfer(it: World, phase: str) -> tuple[float, list[int]]:
 
 
 def _struck_at(it: World, victims: Sequence[int], newest: bool = False) -> float | None:
-    """Return when the last of them ended itself, or was killed from outside."""
+    """Return when the last of ``victims`` died, by itself or killed from outside; None if one has not."""
     found = []
     for pipeline in victims:
         records = [record for record in it.records() if record.pipeline == pipeline]
@@ -266,7 +266,7 @@ def _figures(
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Return the ratios of what survivors noticed to its limit."""
+    """Return the ratios of the survivors' delays, and of newcomers' times, to their limits."""
     found: Ratios = {}
     made = [row for row in rows if "left_out" not in row]
     for method, role, phase in dict.fromkeys((row["method"], row["role"], row["phase"]) for row in made):

@@ -1,4 +1,4 @@
-"""Cost of letting pipelines come and go, where none does: an elastic run over an ordinary one."""
+"""Cost of letting pipelines come and go when none does: an elastic run beside an ordinary one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def measure(
     methods: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Return samples per second of both, in rotated order; batches are dealt in both where the method allows it.
+    """Return the batches per second of both, run in rotated order; both deal batches if the method allows it.
 
     Args:
-        batches: of each pipeline, in one epoch.
-        warm_up: the first updates, which do not count.
-        repeats: of each kind.
+        batches: batches of each pipeline, in one epoch.
+        warm_up: number of first updates, which do not count.
+        repeats: repeats of each kind.
         methods: specifications for Hydra, by the name of their ratio.
     """
     quiet()
@@ -69,7 +69,7 @@ def measure(
 
 
 Used = list[list[tuple[float, float]]]
-"""By worker and update, the clock, and seconds of the processor in all threads, which tell more if all is busy."""
+"""By worker and update: the clock, and the processor seconds of all threads, which tell more on a busy machine."""
 
 
 def _elastic(work: Work) -> Used:

@@ -1,6 +1,6 @@
-"""torchft beside this package: replicas that do the same emulated work and average gradients, one of them killed.
+"""torchft beside this package: replicas do the same emulated work and average gradients, and one is killed.
 
-torchft is no dependency of this project. Where it is not installed, the part says how to install it, and is left out.
+This project does not depend on torchft. If it is not installed, this part is left out, and says how to install it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def measure(
     method: Any,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Return the survivors' longest step and a median one, of both, in the same run, each in a Trainer.
+    """Return the survivors' longest step and their median step with both libraries, each replica in a Trainer.
 
     Args:
         after: updates until the victim is killed.
-        seconds: after that which are looked at.
-        repeats: of each.
+        seconds: seconds after that which are measured.
+        repeats: repeats of each.
     """
     if importlib.util.find_spec("torchft") is None:
         print(f"torchft is not installed, and the comparison with it is left out; for it: {INSTALL}", flush=True)

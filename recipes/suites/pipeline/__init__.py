@@ -1,5 +1,4 @@
-"""The pipeline runtime against bare torch, against its own flush, against one process, and against Lightning's DDP; and
-what set-up takes."""
+"""The pipeline runtime against bare torch, its own flush, one process, and Lightning's DDP; and the cost of set-up."""
 
 from __future__ import annotations
 

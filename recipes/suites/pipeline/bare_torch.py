@@ -1,8 +1,8 @@
 """This runtime's 1F1B against that of ``torch.distributed.pipelining``, on the same BERT in the same processes.
 
-Both cut the model into the same stages, feed the same micro-batches and step the same optimizer. For torch the model
-is split by hand into stages that pass one tensor, which is the least that it can do. The embedding is not tied to the
-decoder, since bare torch would train the two copies apart.
+Both cut the model into the same stages, feed the same micro-batches and step the same optimizer. For torch, the model
+is split manually into stages that pass one tensor, the least possible. The embedding is not tied to the decoder, since
+bare torch would train the two copies apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TrainStep = Callable[[Batch], Tensor]
 
 
 class MaskedLM(L.LightningModule):
-    """Hugging Face's BERT with four layers, as a user would bring it; no dropout, so that losses can be compared."""
+    """Hugging Face's BERT with four layers, as a user would write it; no dropout, so that losses can be compared."""
 
     def __init__(self, hidden_size: int, sequence: int, seed: int) -> None:
         super().__init__()
@@ -68,17 +68,18 @@ def measure(
     repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Throughput with each number of stages, by the clock and by processor time, which other load disturbs less.
+    """Return the throughput with each number of stages, by the clock and by processor time, which other load disturbs
+    less.
 
     Args:
         stages: numbers of stages M.
-        hidden_size: of the model.
-        sequence: tokens of a sample.
-        samples: of a micro-batch.
-        num_micro_batches: of a step.
-        steps: how many make one timing.
+        hidden_size: hidden size of the model.
+        sequence: number of tokens in a sample.
+        samples: number of samples in a micro-batch.
+        num_micro_batches: number of micro-batches in a step.
+        steps: number of steps in one timing.
         repeats: timings of each runtime.
-        seed: of the weights and the tokens.
+        seed: seed of the weights and the tokens.
     """
 
     def compare(rank: int) -> list[Row]:
@@ -106,7 +107,7 @@ def measure(
 
 
 def random_batch(size: int, sequence: int, seed: int) -> Batch:
-    """Tokens and labels."""
+    """Return random tokens and labels."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (2, size, sequence), generator=generator)
     return {"input_ids": tokens[0], "labels": tokens[1]}
@@ -134,14 +135,14 @@ def _bare_torch(module: MaskedLM, hidden_size: int, batch: Batch, num_micro_batc
 
 
 def _warm_up(runtimes: dict[str, TrainStep], batch: Batch) -> None:
-    """Two steps, which must give both the same losses: else they would not be comparable."""
+    """Make two steps, and check that both runtimes have the same losses, else they would not be comparable."""
     losses = torch.stack([torch.stack([step(batch), step(batch)]) for step in runtimes.values()])
-    dist.all_reduce(losses, dist.ReduceOp.MAX)  # bare torch's are zero on all ranks but the one with the last stage
+    dist.all_reduce(losses, dist.ReduceOp.MAX)  # bare torch's are zero except on the rank with the last stage
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
 
 def _timed(step: TrainStep, batch: Batch, steps: int) -> Row:
-    """Return seconds by the clock, and of the processor in this process."""
+    """Return seconds by the clock, and of this process's processor time."""
     dist.barrier()
     start, used = time.perf_counter(), time.process_time()
     for _ in range(steps):

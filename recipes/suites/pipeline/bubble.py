@@ -1,8 +1,8 @@
 """Cost of a flush: PipeDream's asynchronous 1F1B against 1F1B with a flush, with *emulated* compute.
 
 Stages sleep for the time that they would compute, since on a machine with fewer cores than stages a bubble costs
-nothing: another process takes the core. Sending, scheduling and the optimizer are real. A flush leaves every stage
-idle for M − 1 of m + M − 1 micro-batches, so without it a mini-batch should take m / (m + M − 1) of the time.
+nothing: another process takes the core. Sending, scheduling and the optimizer are real. A flush leaves every stage idle
+for M − 1 of m + M − 1 micro-batches, so without it a mini-batch should take m / (m + M − 1) of the time.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def measure(
     repeats: int,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Return seconds of a mini-batch under both schedules, once the pipelines are full.
+    """Return the time of a mini-batch under both schedules, once the pipelines are full.
 
     Args:
         num_stages: M.
-        num_micro_batches: each m to measure with.
-        forward_seconds: of a micro-batch on one stage; a whole mini-batch takes m times as long.
-        backward_seconds: likewise.
-        steps: mini-batches of one timing.
+        num_micro_batches: the numbers m to measure with.
+        forward_seconds: forward seconds of a micro-batch on one stage; a whole mini-batch takes m times as long.
+        backward_seconds: backward seconds of a micro-batch on one stage.
+        steps: number of mini-batches in one timing.
         repeats: timings of each schedule.
-        seed: of the data.
+        seed: seed of the data.
     """
     rows: list[Row] = []
     goals = {}
@@ -63,7 +63,7 @@ def measure(
 def _compare(
     rank: int, count: int, forward_seconds: float, backward_seconds: float, steps: int, repeats: int, seed: int
 ) -> list[Row]:
-    """Return the milliseconds of a mini-batch on this rank, of each schedule in each repeat."""
+    """Return the milliseconds of a mini-batch on this rank, for each schedule and repeat."""
     groups, size = open_pipeline(), dist.get_world_size()
     batch = torch.rand(count, FEATURES, generator=torch.Generator().manual_seed(seed))
     split = EmulatedChain(size, forward_seconds, backward_seconds)
@@ -76,7 +76,7 @@ def _compare(
 
 
 def _timed(stage: Assembled, batch: Tensor, steps: int) -> Row:
-    """Count from when the pipeline is full, or the first mini-batch is over, until the last one enters."""
+    """Time the mini-batches after the pipeline is full or, with a flush, after the first one."""
     dist.barrier()
     optimizer = torch.optim.SGD(stage.freezing.trained, LEARNING_RATE)
     pipeline = stage.pipeline if isinstance(stage.pipeline, PipeDreamPipeline) else None

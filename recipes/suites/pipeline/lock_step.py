@@ -1,6 +1,6 @@
-"""Cost of lock step: a loop that calls a cut model again and again outside of training, with *emulated* compute.
+"""Cost of lock step: a loop that repeatedly calls a cut model outside of training, with *emulated* compute.
 
-Every block sleeps for the time of its call, which is the same in one process. So what is compared is the messages.
+Every block sleeps for the time of its call, as it does in one process, so the difference is the cost of messages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def measure(
 
     Args:
         num_stages: M.
-        blocks: of the model.
-        block_seconds: of a call of one of them.
-        tokens: of one timing.
+        blocks: number of the model's blocks.
+        block_seconds: seconds of a call of a block.
+        tokens: number of tokens in one timing.
         repeats: timings of each.
-        seed: of the data.
+        seed: seed of the data.
     """
     rows = run_processes(num_stages, _compare, blocks, block_seconds, tokens, repeats, seed)[0]
     meaning = (

@@ -1,8 +1,7 @@
 """Peak memory for parameters, gradients and Adam's state on a rank of a pipeline, against one process.
 
 The model is a chain of equal linear layers fed with very few samples, so that activations do not count. The peak is
-the kernel's: how far the process's resident memory rises above where it was before the model was built, at start-up
-or later.
+the kernel's: how far the process's resident memory rises above its size before the model was built.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from recipes.suites.probe import MIB, reset_peak, resident
 from recipes.suites.stages import TRAINING, open_pipeline, open_stage
 
 STEPS = 3
-SMALL_WIDTH = 16  # of the model that warms up
+SMALL_WIDTH = 16  # width of the model for the warm-up
 
 
 class LinearChain(L.LightningModule):
-    """Equal layers.
+    """A chain of equal layers.
 
     Args:
-        width: features of each.
-        num_blocks: how many.
-        seed: of the weights.
+        width: features of each layer.
+        num_blocks: number of layers.
+        seed: seed of the weights.
     """
 
     def __init__(self, width: int, num_blocks: int, seed: int) -> None:
@@ -44,21 +43,21 @@ class LinearChain(L.LightningModule):
 
 
 def measure(*, num_stages: int, width: int, blocks: int, repeats: int, seed: int) -> tuple[list[Row], Ratios]:
-    """Return peaks of one process and of the fullest rank of a pipeline.
+    """Return the peaks of one process and of the fullest rank of a pipeline.
 
     Args:
         num_stages: M.
         width: features of a layer.
-        blocks: layers, a multiple of M.
-        repeats: how often.
-        seed: of the weights and the data.
+        blocks: number of layers, a multiple of M.
+        repeats: number of repeats.
+        seed: seed of the weights and the data.
     """
     rows: list[Row] = []
     for repeat in range(repeats):
         for name, ranks in (("one process", 1), ("fullest rank", num_stages)):
             peak = max(run_processes(ranks, _peak, width, blocks, num_stages, seed))
             rows.append({"what": name, "ranks": ranks, "repeat": repeat, "peak_mib": peak / MIB})
-    state = 16 * width * width * blocks / MIB  # bytes of weight, gradient and two moments
+    state = 16 * width * width * blocks / MIB  # weight, gradient and two moments
     meaning = f"peak memory, {num_stages} stages of a model with {state:.0f} MiB under Adam: a rank over one process"
     goal = versus(meaning, "peak_mib", "fullest rank", "one process", 0.30)
     return rows, ratios(rows, {f"memory/M{num_stages}": goal})

@@ -1,4 +1,4 @@
-"""Cost of finding what crosses the cuts of a model, beside a training step of it: both in one process."""
+"""Cost of finding what crosses a model's cuts, beside one of its training steps, both in one process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from recipes.suites.stages import make_plan
 def measure(
     *, num_stages: int, hidden_size: int, sequence: int, samples: int, num_micro_batches: int, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Seconds of a plan with its rehearsal, and of forward and backward of a mini-batch.
+    """Return the seconds of a plan with its rehearsal, and of forward and backward of a mini-batch.
 
     Args:
         num_stages: M.
-        hidden_size: of a BERT of four layers.
-        sequence: tokens of a sample.
-        samples: of a micro-batch.
-        num_micro_batches: of the mini-batch.
+        hidden_size: hidden size of a BERT of four layers.
+        sequence: number of tokens in a sample.
+        samples: number of samples in a micro-batch.
+        num_micro_batches: number of micro-batches in the mini-batch.
         repeats: timings of each.
-        seed: of the weights and the tokens.
+        seed: seed of the weights and the tokens.
     """
 
     def compare(rank: int) -> list[Row]:
@@ -35,7 +35,7 @@ def measure(
         batch = random_batch(samples * num_micro_batches, sequence, seed)
         parts = [part.batch for part in split(batch, num_micro_batches)]
         runs: dict[str, Callable[[], object]] = {
-            "plan": lambda: apart(  # as the strategy does it
+            "plan": lambda: apart(  # as in the strategy
                 partial(make_plan, module, num_stages, None, batch, num_micro_batches), PATIENCE
             ),
             "training step": partial(_train, module, parts),

@@ -1,7 +1,7 @@
 """Cost of a step besides its compute: processor time of whole steps under a Trainer, beside Lightning's own DDP.
 
-The model is tiny and its compute *emulated*, so what uses the processor is Lightning, the strategy, and the messages.
-Pipelines have one stage, and gradients are averaged, as DDP does it. The parameters and the batches are equal.
+The model is tiny and its compute *emulated*, so the processor is used only by Lightning, the strategy, and messages.
+Pipelines have one stage, and gradients are averaged, as in DDP. The parameters and the batches are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recipes.suites.grid import Case, Grid, Ratios, Row, ratios, rotated, versus
 from recipes.suites.trainings import ALL_REDUCE, Named, Training, quiet, train
 
 GOALS = {1: 1.05, 4: 1.10}
-"""By the number of pipelines; for others, the last."""
+"""Goals by the number of pipelines; the last one holds for other numbers."""
 BASELINE = Named("lightning_ddp", {})
 COMPARED = (BASELINE, ALL_REDUCE, Named("sdpipe", {"_target_": "lightning_sdpipe.SemiDecentralized"}))
 
@@ -26,14 +26,14 @@ def measure(
 
     Args:
         pipelines: numbers of pipelines of one stage.
-        compute_seconds: of a mini-batch, forward and backward, emulated.
-        steps: that count, of one training.
-        warm_up: steps before them, at least 1.
+        compute_seconds: emulated seconds of a mini-batch, forward and backward.
+        steps: number of steps that count in one training.
+        warm_up: number of steps before them, at least 1.
         repeats: trainings of each strategy.
-        seed: of the batches.
+        seed: seed of the batches.
 
     Raises:
-        ConfigurationError: nothing to warm up with, or nothing to count.
+        ConfigurationError: ``steps`` or ``warm_up`` is below 1.
     """
     if min(steps, warm_up) < 1:
         raise ConfigurationError(f"suite.step_cost has {steps=} and {warm_up=}; both must be at least 1.")
@@ -61,7 +61,7 @@ def measure(
 
 
 def _train(case: Training) -> Row:
-    """Return the mean over the workers of their wall clock, and the sum of their processor times."""
+    """Return the mean of the workers' wall times, and the sum of their processor times, for a step."""
     reports = train(case, strategy=lightning_ddp() if case.method is BASELINE else None)
     used, steps = [report.used(case.warm_up) for report in reports], case.iterations - case.warm_up
     wall, processor = sum(each.clock for each in used) / len(used), sum(each.processor for each in used)

@@ -1,4 +1,5 @@
-"""Cost of seeing a run, how often a slow worker is named, and whether its cost is what a run without it gains."""
+"""Cost of observing a run, how often a slow worker is named, and whether its cost equals the gain of a run without
+it."""
 
 from __future__ import annotations
 

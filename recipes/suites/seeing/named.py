@@ -1,4 +1,4 @@
-"""Real trainings with one slow worker, or none: which is named by its 128th update, and what it is said to cost."""
+"""Real trainings with one slow worker, or none: which worker is named by its 128th update, and its reported cost."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from recipes.suites.grid import Case, Grid, Ratios, Row, chosen, ratio, values
 from recipes.suites.trainings import Named, Training, calibrated_scale, named, quiet, strategy_of, train
 
 WITHIN = 128
-"""Updates of the slow worker in which it must be named."""
+"""Number of the slow worker's updates within which it must be named."""
 GOALS = {"static1.5": 0.95, "static1.2": 0.8}
 SKIPPED = 8
-"""Updates that costs leave out: the first ones are longer."""
+"""Number of first updates that costs leave out, since they are longer."""
 
 
 @dataclass(frozen=True)
 class OneSlow:
-    """A training, in which the worker of a rank may be slow by a factor."""
+    """A training in which the worker ``rank`` is slow by ``factor``; 1 for not."""
 
     training: Training
     rank: int
@@ -48,13 +48,13 @@ def measure(
 
     Args:
         methods: specifications for Hydra, by name.
-        factors: how many times as slow one worker is, a condition each: 1.5 is ``static1.5``, and 1 ``none``.
-        shapes: M and N.
-        seconds: that a worker computes in an update, emulated, in as many micro-batches as there are stages.
-        iterations: of each pipeline.
-        scale: of ``seconds``; None to measure it for each shape.
-        runs: with seeds that count up.
-        seed: of the first; it draws the slow worker.
+        factors: ratios of the slow worker's time to the others', a condition each: 1.5 is ``static1.5``, 1 is ``none``.
+        shapes: pairs of M and N.
+        seconds: emulated seconds of a worker's computation in an update, in as many micro-batches as there are stages.
+        iterations: iterations of each pipeline.
+        scale: factor of ``seconds``; None to measure it for each shape.
+        runs: number of runs, whose seeds count up.
+        seed: seed of the first run, which draws the slow worker.
     """
     quiet()
     grid, rows = Grid(), list[Row]()
@@ -98,8 +98,8 @@ def _train(asked: OneSlow) -> Row:
 
 
 def together(recording: Recording) -> Recording:
-    """Return it up to the moment at which the first worker had finished: one that trains on alone is not slowed by
-    others."""
+    """Return the recording up to the time when the first worker finished, since workers that train on alone are not
+    slowed by others."""
     return _until(recording, min(series.ends[-1] for series in recording.series.values()))
 
 
@@ -109,7 +109,7 @@ def _until(recording: Recording, until: float) -> Recording:
 
 
 def judged(seen: Recording, slow: Worker, factor: float) -> Row:
-    """Return what is named after :data:`WITHIN` updates of the slow worker, and what the run says that it cost."""
+    """Return which worker is named after :data:`WITHIN` updates of the slow worker, and its cost over the run."""
     early = _until(seen, seen.series[slow].ends[:WITHIN][-1])
     accused = {worker for finding in compute_straggler(early) for worker in finding.workers}
     right = {slow} if factor > 1 else set()
@@ -128,7 +128,7 @@ def judged(seen: Recording, slow: Worker, factor: float) -> Row:
 
 
 def ratios(rows: Sequence[Row]) -> Ratios:
-    """Return the ratios of all shapes and methods together: each run of a condition beside that without a slow one."""
+    """Return the ratios for all shapes and methods together, comparing each run with one without a slow worker."""
     found: Ratios = {}
     for condition in [condition for condition in values(rows, "condition") if condition in GOALS]:
         own = chosen(rows, condition=condition)

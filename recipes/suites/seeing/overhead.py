@@ -1,4 +1,4 @@
-"""Cost of the meter: a call of it by the clock, and a training with it over one without."""
+"""Cost of the meter: the time of its calls, and a training with it beside one without."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from recipes.suites.throughput import summary
 from recipes.suites.trainings import Named, Training, calibrated_scale, quiet, train
 
 SHAPE, SPANS = "2x2", 21
-"""Spans of an update with four micro-batches, in a run of this shape."""
+"""Number of spans in an update with four micro-batches, in a run of this shape."""
 BEAT = 16
-"""Updates of a heartbeat."""
+"""Number of updates in a heartbeat."""
 
 
 def measure(*, updates: int, update_seconds: float, repeats: int, seed: int) -> tuple[list[Row], Ratios]:
-    """Return the cost of spans, rows and their encoding, over an update of ``update_seconds``."""
+    """Return the ratio of the time of spans, rows and their encoding to an update of ``update_seconds``."""
     seconds = [_seconds(updates) for _ in range(repeats)]
     rows: list[Row] = [
         {"what": "meter", "shape": SHAPE, "repeat": repeat, "us_per_update": 1e6 * each}
@@ -35,7 +35,7 @@ def measure(*, updates: int, update_seconds: float, repeats: int, seed: int) -> 
 
 
 def _seconds(updates: int) -> float:
-    """Return the seconds of the meter in an update."""
+    """Return the seconds that the meter takes in an update."""
     own, buffer = meter.Meter(), RowBuffer()
     span, encode = own.spans[meter.FORWARD], msgspec.msgpack.Encoder().encode
     start = time.perf_counter()
@@ -56,14 +56,14 @@ def _seconds(updates: int) -> float:
 def measure_throughput(
     *, methods: Mapping[str, Any], case: Mapping[str, Any], scale: float | None, repeats: int, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Return samples per second of trainings with the meter over those without, in rotated order.
+    """Return the ratio of samples per second of trainings with the meter to those without, run in rotated order.
 
     Args:
         methods: specifications for Hydra, by name.
-        case: of :class:`~recipes.suites.trainings.Training`, what is not given here.
-        scale: of emulated times; None to measure it.
-        repeats: of each.
-        seed: of everything random.
+        case: other fields of :class:`~recipes.suites.trainings.Training`.
+        scale: factor of emulated times; None to measure it.
+        repeats: repeats of each.
+        seed: seed of all randomness.
     """
     quiet()
     training = Training(method=Named("sdpipe", methods["sdpipe"]), scale=scale or 1.0, seed=seed, **case)

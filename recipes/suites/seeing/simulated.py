@@ -1,4 +1,4 @@
-"""Drawn own times of equal workers: how often one of them is named."""
+"""Simulated own times of equal workers: how often one is named slow."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from recipes.suites.grid import Ratios, Row, ratio
 def measure(
     *, runs: int, workers: int, updates: int, seconds: float, common: float, own: float, keeps: float, seed: int
 ) -> tuple[list[Row], Ratios]:
-    """Run of replicas at their own pace, with noise of the machine, which all have, and of each worker.
+    """Simulate runs of replicas at their own pace, with noise of the machine, which all share, and of each worker.
 
     Args:
-        runs: how many.
-        workers: of each.
-        updates: of each worker.
-        seconds: of an update.
+        runs: number of runs.
+        workers: workers in each run.
+        updates: updates of each worker.
+        seconds: seconds of an update.
         common: standard deviation of the machine's noise, in logarithms.
-        own: likewise, of a worker's.
-        keeps: share of a worker's noise that is left in the next update; of the machine's it is 0.95.
-        seed: of everything random.
+        own: standard deviation of a worker's noise, in logarithms.
+        keeps: share of a worker's noise that remains in the next update; for the machine's it is 0.95.
+        seed: seed of all randomness.
     """
     draw, accused = random.Random(seed), 0
     for _ in range(runs):
@@ -48,7 +48,7 @@ def _forward(us: int) -> tuple[int, ...]:
 
 
 def _lasting(draw: random.Random, updates: int, keeps: float, deviation: float) -> list[float]:
-    """Noise that lasts."""
+    """Return autocorrelated noise, of which the share ``keeps`` remains in the next value."""
     value, values = draw.gauss(0.0, deviation), []
     for _ in range(updates):
         value = keeps * value + draw.gauss(0.0, deviation * math.sqrt(1 - keeps**2))

@@ -1,4 +1,4 @@
-"""Delay of the answer to a ready while programs that have asked the scheduler do not read its replies."""
+"""Delay of the answer to a ready while viewers do not read the scheduler's replies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from recipes.suites.scheduler import Server, connected, dealer, server_of
 
 KIND = "one group"
 _TOLD = 1 << 39
-"""Numbers of requests from here on bring rows."""
+"""Requests numbered from here on carry rows."""
 
 
 def measure(
     *, clients: int, viewers: int, signals: int, repeats: int, seed: int, filled: int = REPLY_BYTES
 ) -> tuple[list[Row], Ratios]:
-    """p99 of ``signals`` in bursts of so many ``clients``, with stalled ``viewers`` over none, one after the other.
+    """Return the ratio of the p99 of ``signals``, in bursts of ``clients`` clients, with stalled ``viewers`` to that
+    without.
 
-    Each viewer has asked for the status, for spans, and for rows, of which the scheduler has ``filled`` bytes or more.
+    Each viewer has asked for the status, spans and rows, of which the scheduler has at least ``filled`` bytes.
     """
     rows: list[Row] = []
     with server_of(KIND, clients) as server:
@@ -43,7 +44,7 @@ def measure(
 
 
 def _fill(server: Server, clients: int, size: int) -> None:
-    """Tell rows, as workers that leave do."""
+    """Send the scheduler ``size`` bytes of rows, as leaving workers do."""
     us = (1 << 20,) * len(PHASES)
     chunk = NewRows(tuple(UpdateRow(update, 1, us, 0) for update in range(MOST)), 0)
     with connected(KIND, clients, server, session=1 << 30) as bursts:
@@ -55,7 +56,7 @@ def _fill(server: Server, clients: int, size: int) -> None:
 
 @contextmanager
 def _stalled(server: Server, count: int) -> Iterator[None]:
-    """So many programs have asked, as often as they would, and read nothing of what comes."""
+    """Connect ``count`` viewers that ask as usual and read no replies."""
     questions = [m.encode(question) for question in (m.Ask("status"), m.Ask("rows"), m.Ask("spans", MOST_UPDATES))]
     with zmq.Context() as context, ExitStack() as stack:
         sockets = [dealer(stack, context, server, RCVHWM=1) for _ in range(count + 1)]
@@ -66,7 +67,7 @@ def _stalled(server: Server, count: int) -> Iterator[None]:
         for socket in viewers:
             if not socket.poll(30_000):
                 raise TimeoutError("the scheduler did not answer a viewer")
-        other.send(questions[0])  # behind all that they have asked
+        other.send(questions[0])  # after all of the viewers' questions
         if not other.poll(30_000):
             raise TimeoutError("the scheduler did not answer")
         yield

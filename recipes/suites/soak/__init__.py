@@ -1,11 +1,11 @@
 """Many faults at random times: their kinds, victims and phases, and the methods, are all drawn from a seed.
 
-Each run trains a small regression to its end while pipelines, and the scheduler, are killed, stopped and cut off, alone
-and two at once, and disks are full for a while. Checked is that no run hangs or goes back, that every sample of every
-epoch is trained, by those that survive exactly once, and that the loss at the end is that of the same run without
-faults. A run that loses all pipelines at once goes on from its newest checkpoint, or ends by that name, as is drawn
-too. A run that fails is named by its seed, with which it can be tried again: ``suite.runs=1 seed=…``; what depends on
-which process is how fast at the time differs.
+Each run trains a small regression to its end while pipelines and the scheduler are killed, stopped and cut off, alone
+and two at once, and disks are full for a while. The suite checks that no run hangs or goes back, that every sample of
+every epoch is trained, by survivors exactly once, and that the final loss is that of the same run without faults. A run
+that loses all pipelines at once either resumes from its newest checkpoint or ends with that reason, as is drawn, too. A
+run that fails is named by its seed, with which you can try it again: ``suite.runs=1 seed=…``. Timing between processes
+still differs then.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ CHECKPOINT_EVERY = 20
 
 
 class Here(NamedTuple):
-    """The place of the runs: namespaces of the network, as :class:`~recipes.harness.pipelines.Pipelines` has them; and
-    why an event cannot be made here, by its kind."""
+    """Where the runs are: network namespaces as for :class:`~recipes.harness.pipelines.Pipelines`; and, by kind of
+    event, why it cannot be made here."""
 
     hosts: Sequence[str]
     left_out: Mapping[str, str]
 
 
 class Learner(L.LightningModule):
-    """A linear regression with a hidden layer between, so that there is something to cut."""
+    """A linear regression with a hidden layer, so that there is something to cut."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Learner(L.LightningModule):
 
 
 def regression(work: Work, pipeline: int) -> Sequence[Any]:
-    """Return the model and its data; the seed of the suite draws what happens, not these."""
+    """Return the model and its data, which do not depend on the suite's seed."""
     count = work.batches * BATCH
     features = torch.randn(count, FEATURES)
     targets = features.sum(1, keepdim=True) + NOISE * torch.randn(count, 1)
@@ -104,24 +104,24 @@ def run(
     calm: float,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Run until there were so many events.
+    """Make runs until there have been ``events`` events.
 
     Args:
-        methods: specifications for Hydra, by name; drawn for each run.
-        events: in all.
-        runs: at most; None for as many as it takes.
-        events_of_run: at most.
-        overlaps: of the exchange; drawn for each run, as the next two are. What does not go with the run's method is
-            replaced by the plain one.
-        payloads: of the exchange, by their names.
-        schedules: of the pipelines.
-        num_stages: drawn for each run.
+        methods: specifications for Hydra, by name; one is drawn for each run.
+        events: number of events in all.
+        runs: most runs; None for as many as it takes.
+        events_of_run: most events in a run.
+        overlaps: overlaps of the exchange; one is drawn for each run, like the next two. A choice that does not go with
+            the run's method is replaced by the plain one.
+        payloads: names of the exchange's payloads.
+        schedules: schedules of the pipelines.
+        num_stages: numbers of stages; one is drawn for each run.
         num_pipelines: N of each run.
-        batch_seconds: that a batch takes besides its compute.
-        batches: of each pipeline in an epoch.
-        epochs: of each run.
+        batch_seconds: seconds of a batch besides its compute.
+        batches: batches of each pipeline in an epoch.
+        epochs: epochs of each run.
         calm: mean seconds between two events.
-        seed: of the first run; the following ones count up from it.
+        seed: seed of the first run; later ones count up from it.
     """
     quiet()
     rows: list[Row] = []
@@ -131,7 +131,7 @@ def run(
             print(f"without {', '.join(kind for kind, why in here.left_out.items() if why == reason)}: {reason}")
         while sum(row["events"] for row in rows) < events and (runs is None or len(rows) < runs):
             number = seed + len(rows)
-            draws = random.Random(f"soak {number}")  # numbers that are near draw alike at first
+            draws = random.Random(f"soak {number}")  # a string, since nearby integers would draw alike at first
             name, stages = draws.choice(sorted(methods)), draws.choice(list(num_stages))
             sync = hydra.utils.instantiate(methods[name])
             overlap, resumes = draws.choice(list(overlaps)), draws.random() < 0.5
@@ -163,7 +163,8 @@ def run(
 def _going_with(
     sync: Any, num_stages: int, overlap: Overlap, payload: str, schedule: Schedule
 ) -> tuple[Overlap, str, Schedule]:
-    """Return as much of an overlap, a payload and a schedule as goes with a method in an elastic run."""
+    """Return the overlap, the payload and the schedule, with plain ones in place of those that do not go with the
+    method in an elastic run."""
     plain = "1f1b", "full", "none"
     chosen: Any
     for chosen in product(*zip((schedule, payload, overlap), plain, strict=True)):
@@ -177,7 +178,7 @@ def _going_with(
 
 @contextmanager
 def _here(num_pipelines: int) -> Iterator[Here]:
-    """Make cables that can be pulled, and disks that can be full, as far as that is allowed."""
+    """Make cables that can be pulled, and check that disks can be filled, as far as this process may."""
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         try:
@@ -195,7 +196,8 @@ def _here(num_pipelines: int) -> Iterator[Here]:
 
 
 def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
-    """Return failures per run; the loss at the end over that of the run without events; the longest standstill."""
+    """Return the number of failed runs; the ratio of the final loss to that of the run without events; and the longest
+    standstill of each run."""
     events, failed = sum(row["events"] for row in rows), sum(bool(row["failed"]) for row in rows)
     meaning = f"runs that hung, or lost something, of {len(rows)}; {events} events"
     if left_out:
@@ -212,7 +214,7 @@ def ratios(rows: Sequence[Row], left_out: Sequence[str] = ()) -> Ratios:
 
 
 def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float, resumes: bool) -> Row:
-    """Make one run to its end, and say whether it fails, or something was lost."""
+    """Make one run to its end; return its row, which says whether it failed or lost anything."""
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
     disks = {kind: directory / name for kind, name in zip(FULL, ("checkpoints", "logs"), strict=True)}
     row: Row = {"failed": "", "still_s": None, "loss": None}
@@ -237,7 +239,7 @@ def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float,
             row["still_s"] = max((after - before for before, after in pairwise(times)), default=0.0)
         except (TimeoutError, AssertionError, SchedulerError) as error:
             kept = Path(f"{directory}-failed")
-            shutil.copytree(directory, kept)  # the disks go
+            shutil.copytree(directory, kept)  # the disks are unmounted
             (kept / "events.txt").write_text("\n".join(done.told))
             row["failed"] = f"{kept} has what all processes said; {str(error)[:1000]}"
     shutil.rmtree(directory)
@@ -247,7 +249,7 @@ def _one(work: Work, here: Here, draws: random.Random, events: int, calm: float,
 
 
 def check(records: Sequence[Record], work: Work, anew: bool = False) -> None:
-    """Raise AssertionError, with what was lost; a run may begin ``anew`` if its scheduler died with all pipelines."""
+    """Raise AssertionError if anything was lost; a run may begin ``anew`` if its scheduler died with all pipelines."""
     if not anew:
         first = min((at for record in records for at in record.times("update")), default=float("inf"))
         for record in records:

@@ -1,4 +1,4 @@
-"""Events that happen to a run of the soak at drawn times, and its recovery from them."""
+"""The events of a soak run, at drawn times, and its recovery from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes.suites.elastic import PHASES, Fault, World
 
 SILENCE = 2.0
 """The run's limit of silence."""
-STILL = 90.0  # seconds without an update of any pipeline, after which a run hangs
+STILL = 90.0  # seconds without an update of any pipeline after which a run counts as hung
 INSIDE = [phase for phase in PHASES if phase not in ("pause", "validation")]
 CUTS, FULL = ("cut", "scheduler_cut"), ("full_checkpoints", "full_logs")
 WEIGHTS = {
@@ -25,19 +25,20 @@ VICTIMS = {"kill": 1, "term": 1, "silent": 1, "stop": 1, "cut": 1, "leader_and_s
 
 
 class Events:
-    """Kills, stops, cuts and fills disks at drawn times while the run goes on, and undoes it after a while.
+    """Kills and stops processes, cuts connections and fills disks at drawn times while the run goes on, and undoes it
+    after a while.
 
-    But for the event ``all``, one member is always left alone: without it, nothing would have the model.
+    Except in the event ``all``, one member is always left alone, since otherwise nothing would have the model.
 
     Args:
-        world: not started yet.
-        draws: of kinds, times and victims.
-        count: of events, at most.
-        calm: mean seconds between two.
+        world: a world that has not been started.
+        draws: random generator for kinds, times and victims.
+        count: most events.
+        calm: mean seconds between two events.
         left_out: kinds that cannot be made here.
-        disks: those that may be full, by the kind of event.
-        weights: of the kinds.
-        regular: events come every ``calm`` seconds, and a dead pipeline is started again at once and whole.
+        disks: disks that may be filled, by the kind of event.
+        weights: weights of the kinds.
+        regular: whether events come every ``calm`` seconds, and a dead pipeline is restarted at once without a fault.
     """
 
     def __init__(
@@ -54,25 +55,25 @@ class Events:
         self.what: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.bystanders = 0
-        """Starts of pipelines that failed though nothing had happened to them."""
+        """Number of starts of pipelines that failed though they were not hit."""
         self.told: list[str] = []
-        """Lines with times, which say why a run failed."""
+        """Lines with times, to explain a failed run."""
         self.finished: set[int] = set()
         self.ended = ""
-        """Why the run has ended early, if that was to be."""
+        """Why the run ended early, if it had to."""
         self._world, self._draws, self._most, self._calm = world, draws, count, calm
         self._left_out, self._disks, self._weights, self._regular = left_out, disks, weights, regular
         self._everybody = range(world.work.num_pipelines)
         self._due: dict[int, float] = {}
-        """When a dead pipeline is started again."""
+        """When each dead pipeline is restarted."""
         self._impaired: list[tuple[float, str, Callable[[], None]]] = []
-        """Until when something is stopped, cut off or full, and what undoes that."""
+        """What is stopped, cut off or full, until when, and a function that undoes it."""
         self._doomed: set[int] = set()
-        """Pipelines whose newest start was killed, or told to end, and may not have ended yet."""
+        """Pipelines whose newest start was killed, or told to end, but may not have ended yet."""
         self._fallen: set[int] = set()
-        """Pipelines of which an earlier start has ended itself, as was drawn for it."""
+        """Pipelines of which an earlier start has killed itself by a drawn fault."""
         self._hit: set[int] = set()
-        """Pipelines to whose newest start something has happened."""
+        """Pipelines whose newest start was hit by an event."""
         self._made, self._made_at, self._asks_at = -1, time.monotonic(), 0.0
 
     @property
@@ -81,10 +82,10 @@ class Events:
         return self.what.total()
 
     def until_the_end(self) -> Events:
-        """Return when all that live have finished, or the run has ended since all were lost.
+        """Return when all live pipelines have finished, or the run has ended because all were lost.
 
         Raises:
-            TimeoutError: it makes no progress, or has ended for another reason.
+            TimeoutError: the run makes no progress, or has ended for another reason.
         """
         world = self._world
         world.launch_all()
@@ -109,7 +110,7 @@ class Events:
     # ------------------------------------------------------- what has happened
 
     def _is_over(self) -> bool:
-        """Return whether any pipeline has finished, and so have all others that live."""
+        """Return whether a pipeline has finished and no other is alive."""
         ended = {i for i in self._everybody if i not in self._due and None not in self._world.exit_codes(i)}
         self.finished = {i for i in ended if not any(self._world.exit_codes(i))}
         return bool(self.finished) and all(i in ended or i in self._due for i in self._everybody)
@@ -134,7 +135,7 @@ class Events:
             raise TimeoutError(f"there was no update for {STILL:g} s; {self._world.said()}")
 
     def _fell(self, pipeline: int) -> bool:
-        """Return whether its newest start was ended by its own hand."""
+        """Return whether the pipeline's newest start killed itself by a drawn fault."""
         newest = self._world.records(pipeline)[-self._world.num_stages :]
         return any(record.said("strikes") for record in newest)
 
@@ -148,7 +149,7 @@ class Events:
                     (self._hit.add if self._is_impaired(f"cable {pipeline}") else self._hit.discard)(pipeline)
                     self._tell(f"starts pipeline {pipeline}")
                     world.launch(pipeline, self._perhaps_a_fault())
-            elif any(world.exit_codes(pipeline)):  # one of it has failed or was killed; the rest follows
+            elif any(world.exit_codes(pipeline)):  # a process of it has failed or was killed; kill the rest
                 if self._fell(pipeline):
                     self._fallen.add(pipeline)
                 elif pipeline not in self._hit and world.updates(pipeline):
@@ -158,7 +159,8 @@ class Events:
                 self._due[pipeline] = now + (0.0 if self._regular else self._draws.uniform(0.0, 1.0))
 
     def _is_whole(self, pipeline: int) -> bool:
-        """Return whether it trains and nothing is wrong with it now. A scheduler that is cut off would not know."""
+        """Return whether the pipeline trains and nothing is wrong with it now, even if a scheduler that is cut off
+        cannot know."""
         if pipeline in self._doomed or pipeline in self._due or self._is_impaired(f"cable {pipeline}"):
             return False
         trains = self._world.lives(pipeline) and self._world.updates(pipeline) > 0
@@ -217,7 +219,7 @@ class Events:
             if world.newest[pipeline] == start and self._lives(pipeline, rank):
                 world.kill(pipeline, rank, signal.SIGCONT if wakes else signal.SIGKILL)
                 if wakes and seconds < SILENCE / 2:
-                    self._hit.discard(pipeline)  # that must be forgiven
+                    self._hit.discard(pipeline)  # such a short stop must do no harm
 
         self._until(seconds, f"process {pipeline}", goes_on)
 
@@ -240,7 +242,7 @@ class Events:
     def _undo(self, now: float) -> None:
         for each in [each for each in self._impaired if each[0] <= now]:
             self._impaired.remove(each)
-            if not self._is_impaired(each[1]):  # of several that overlap, the last one
+            if not self._is_impaired(each[1]):  # of several that overlap, only the last undoes it
                 self._tell(f"{each[1]} is as before")
                 each[2]()
 
