@@ -188,7 +188,7 @@ def with_measured_groups(method: SyncMethod, num_stages: int, placed: bool) -> S
     if network.model is None or len(network) % num_stages:
         raise ConfigurationError(
             f"{what}: the file has {len(network)} devices and {'no' if network.model is None else 'a'} model. Measure "
-            f"on the devices of the run, a multiple of num_stages={num_stages}, with `sdpipe measure {path} --model`."
+            f"those of the run, a multiple of num_stages={num_stages}: `sdpipe measure -o {path} --model …`."
         )
     rows = [range(first, first + num_stages) for first in range(0, len(network), num_stages)]
     hosts = [",".join(network.devices[rank].host for rank in row) for row in rows]

@@ -302,7 +302,7 @@ def test_a_network_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     bare = measured(tmp_path / "bare.json", [1.0] * 3, "aab", None)
     for policy, stages, placed, message in (
         (PHDPSGD(groups=str(tmp_path / "none.json")), 1, False, "none.json cannot be read: No such file"),
-        (PHDPSGD(groups=bare), 1, False, "has 3 devices and no model.*--model"),
+        (PHDPSGD(groups=bare), 1, False, "has 3 devices and no model.*measure -o .* --model"),
         (PHDPSGD(groups=good), 2, False, "has 3 devices.*a multiple of num_stages=2"),
         (PHDPSGD(groups=good), 1, False, "Give a group_size that divides 3"),
         (PHDPSGD(groups=good, group_size=2), 1, False, "Give a group_size that divides 3"),
