@@ -217,7 +217,7 @@ def _decline_to_requeue(signum: signal.Signals, _: FrameType) -> None:
     ranks would wait for ever."""
     rank_zero_warn(
         f"Signal {signum} does not requeue the job: workers cannot save a checkpoint at any moment. Save with "
-        "ModelCheckpoint(train_time_interval=...), and resume with fit(ckpt_path='last')."
+        "ModelCheckpoint('checkpoints', save_last=True, train_time_interval=...), and resume by fit(ckpt_path='last')."
     )
 
 
