@@ -303,7 +303,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[di
 @supported(
     "Data", "`max_time`, `ModelCheckpoint(train_time_interval=…)`", "by rank 0's clock, at the same batch on all ranks"
 )
-@supported("Data", "`val_check_interval` by time", "Lightning 2.6 and later")
+@supported("Data", "`val_check_interval` by time")
 @supported(
     "Data",
     "`trainer.should_stop` on any rank",
