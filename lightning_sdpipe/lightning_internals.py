@@ -180,7 +180,7 @@ def without_module(strategy: Any) -> Iterator[None]:
 
 
 def syncs_batchnorm(strategy: Any) -> bool:
-    """Return whether ``strategy`` is to convert BatchNorm so that all ranks compute its statistics together."""
+    """Return whether ``strategy`` converts BatchNorm so that all ranks compute its statistics together."""
     return getattr(strategy, "_layer_sync", None) is not None
 
 
@@ -291,7 +291,7 @@ def may_stop_early(trainer: Trainer) -> bool:
 
 
 def skip_next_validation(trainer: Trainer) -> None:
-    """Make the end of this turn of training validate nothing."""
+    """Skip validation at the end of this turn of training."""
     trainer.fit_loop.epoch_loop._skip_next_val = True
 
 

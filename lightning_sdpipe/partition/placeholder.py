@@ -27,7 +27,7 @@ FROM_METADATA = {
     _aten.new_full.default,
     _aten.new_empty_strided.default,
 }
-# These draw until they accept a number, so stages with other values would draw differently often.
+# These draw until they accept a number, so stages with other values would draw a different number of times.
 _DRAW_BY_VALUE = {
     _aten._standard_gamma.default,
     _aten._sample_dirichlet.default,
@@ -174,9 +174,9 @@ class Absent(Unusable):
 
 
 class WeightElsewhere(Placeholder):
-    """A parameter or buffer that another stage holds, and that is on ``meta`` here. It reports this stage's device,
-    since user code may ask any parameter of a module for its device, and it has the attributes that the user has set on
-    the weight, by which parameters may be sorted into groups."""
+    """A parameter or buffer that another stage holds, and that is on ``meta`` here; operations on it alone are done
+    only there. It reports this stage's device, since user code may ask any parameter of a module for its device, and it
+    has the attributes that the user has set on the weight, by which parameters may be sorted into groups."""
 
     @staticmethod
     def __new__(cls, weight: Tensor, device: torch.device, name: str) -> WeightElsewhere:

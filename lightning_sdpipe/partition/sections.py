@@ -25,7 +25,8 @@ class Sections:
 
     owners: Sequence[tuple[int, ...]]
     parameters: Mapping[str, int]
-    """Section of each tensor, by name, when exchanged as a parameter; a buffer as such belongs to its last owner."""
+    """Section of each tensor, by name, when exchanged as a parameter: that of its first owners. Exchanged as a
+    buffer, it belongs to its last owners."""
 
 
 def sections_of(spans: Sequence[Sequence[range]], ownerships: Sequence[Ownership]) -> Sections:

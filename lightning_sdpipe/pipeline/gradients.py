@@ -172,7 +172,7 @@ class _Deposit(torch.autograd.Function):
 
 
 LastWait = Literal["backward", "vote", "norm", "step"]
-"""The points that an update passes, in order: the last one at which it may wait for another stage."""
+"""The points that an update passes, in order; as a setting, the last at which it may wait for another stage."""
 
 
 class ReadySignal:

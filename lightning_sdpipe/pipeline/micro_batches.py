@@ -208,7 +208,7 @@ class Samples:
 
     def __getitem__(self, samples: slice) -> Any:
         """Return a batch of some of the samples, which may be changed in place: its tensors share memory with the whole
-        batch only, and scalar tensors, which go with any sample, are copied."""
+        batch only, and tensors that go with any sample are copied."""
         batch: Any = self.batch
         if self.is_list:
             return batch[samples]

@@ -52,7 +52,7 @@ class Follower:
         while True:
             question = m.Ask("rows", first if self._next is None else self._next)
             reply = ask(question, m.RowsReply, self.address, credentials=self._keys, timeout=timeout)
-            if self._next is not None and reply.next < self._next:  # the scheduler was started again
+            if self._next is not None and reply.next < self._next:  # the scheduler restarted
                 self._next = 0
                 continue
             if self._next:  # rows from before the first look are no loss

@@ -13,7 +13,7 @@ LENGTH = 32
 
 
 class CharacterModel(L.LightningModule):
-    """Predicts the next character; ``from_pretrained`` in the place of a configuration fine-tunes."""
+    """Predicts the next character; ``from_pretrained`` instead of a configuration fine-tunes."""
 
     def __init__(self) -> None:
         super().__init__()

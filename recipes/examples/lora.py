@@ -19,7 +19,7 @@ class Tuned(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-        torch.manual_seed(0)  # in the place of from_pretrained, which gives every process the same base
+        torch.manual_seed(0)  # instead of from_pretrained, which gives every process the same base
         base = LlamaForCausalLM(LlamaConfig(vocab_size=128, max_position_embeddings=32, **sizes))  # type: ignore[arg-type]
         self.model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 

@@ -119,12 +119,12 @@ class Trial(L.LightningModule):
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """SGD with momentum."""
+    """Return SGD with momentum."""
     return torch.optim.SGD(parameters, 0.05, momentum=0.9)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """AdamW with its default options."""
+    """Return AdamW with its default options."""
     return torch.optim.AdamW(parameters, 1e-3)
 
 

@@ -75,7 +75,7 @@ class Replicas:
         self._learn(0, epoch, {pipeline: first + pipeline for pipeline in range(self._num_pipelines)}, update)
 
     def mean(self, mean: Mean) -> None:
-        """Average models."""
+        """Average the models that ``mean`` names, by its weights."""
         modules = [self._modules[pipeline] for pipeline in mean.pipelines]
         with torch.no_grad():
             for alike in zip(*(module.parameters() for module in modules), strict=True):
