@@ -38,7 +38,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_666,
+    "code lines of the package": 37_660,
     "code lines of recipes, without baselines and tools": 7_036,
     "code lines of tests": 39_084,
     "statements that raise something": 480,

@@ -199,14 +199,17 @@ class Rules:
     def on(self, event: Event | None, now: float) -> list[Decision]:
         """Return the decisions that follow from ``event``, or only from the time, to be carried out in this order."""
         match event:
-            case ProcessEnded(None):
+            case ProcessEnded(None) if not self.ends:
                 self._scheduler_ended(event.last, now)
             case ProcessEnded(int(number)):
                 self._ended(self._pipelines[number], event, now)
             case Seen() if not self.ends:
                 self._seen(event, now)
-            case SignalReceived():
-                self._told(event, now)
+            case SignalReceived() if self.ends:  # a second signal kills at once
+                self._kill_at = min(self._kill_at, now)
+            case SignalReceived(number):
+                name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+                self._end(name, INTERRUPTED + number, now, number)
         self._let_time_pass(now)
         alive = [pipeline.number for pipeline in self._pipelines if pipeline.alive]
         self.shown = next((one for one in (self._leader, self.shown) if one in alive), min(alive, default=None))
@@ -348,8 +351,6 @@ class Rules:
             self._say(f"all {len(self._pipelines)} pipelines train")
 
     def _scheduler_ended(self, how: str, now: float) -> None:
-        if self.ends:
-            return
         if self._scheduler_again >= self._settings.restarts:
             self._end(f"{how}, and its budget of {self._settings.restarts} restarts is used up", FAILED, now)
             return
@@ -358,13 +359,6 @@ class Rules:
         self._out.append(Launch(None, self._scheduler_again))
 
     # --------------------------------------------------------------------- end
-
-    def _told(self, event: SignalReceived, now: float) -> None:
-        if self.ends:
-            self._kill_at = min(self._kill_at, now)  # a second signal kills at once
-            return
-        name = "Ctrl-C" if event.signal == signal.SIGINT else signal.Signals(event.signal).name
-        self._end(name, INTERRUPTED + event.signal, now, event.signal)
 
     def _end(self, reason: str, code: int, now: float, by: int = signal.SIGTERM) -> None:
         self._ends_with, self._kill_at = code, now + self._settings.farewell

@@ -176,10 +176,9 @@ class Supervisor:
                 started.append(process.pid)
                 self._ranks[number, stage] = process, output
                 self._selector.register(source, selectors.EVENT_READ, output)
-        if len(started) < size:
-            return
-        processes = "process" if size == 1 else "processes, the last stage first,"
-        self._say(f"pipeline {number} is {processes} {', '.join(map(str, started))}{restart}")
+        if len(started) == size:
+            processes = "process" if size == 1 else "processes, the last stage first,"
+            self._say(f"pipeline {number} is {processes} {', '.join(map(str, started))}{restart}")
 
     def _show(self, number: int, data: bytes) -> None:
         if number == self._rules.shown:
