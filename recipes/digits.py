@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from recipes.classifier import Classifier
+from recipes.loaders import Loaders
 
 
 class ResidualBlock(nn.Module):
@@ -49,13 +49,11 @@ class DigitsResNet(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"], momentum=self.hparams["momentum"])
 
 
-class Digits(L.LightningDataModule):
+class Digits(Loaders):
     """scikit-learn's 1797 handwritten digits, 8 × 8 pixels: 1437 to train on, 360 to validate."""
 
     def __init__(self, batch_size: int = 64, num_workers: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-        self.num_workers = num_workers
+        super().__init__(batch_size, num_workers)
 
     def setup(self, stage: str) -> None:
         digits = load_digits()
@@ -65,9 +63,3 @@ class Digits(L.LightningDataModule):
         train, val = order[:1437], order[1437:]
         self.train = TensorDataset(images[train], labels[train])
         self.val = TensorDataset(images[val], labels[val])
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(self.val, self.batch_size, num_workers=self.num_workers)

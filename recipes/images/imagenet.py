@@ -5,35 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sdpipe.pipeline.data import stand_in
-from recipes.missing import MissingDataError
+from recipes.loaders import Loaders, MissingDataError
 
 _MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # of ImageNet's colours, the usual values
 _DEVIATION = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 _SUFFIXES = frozenset({".jpeg", ".jpg", ".png"})
 
 
-class Pictures(Protocol):
-    """Pictures that are decoded on access."""
-
-    def __len__(self) -> int: ...
-
-    def label(self, index: int) -> int: ...
-
-    def image(self, index: int) -> Any:
-        """Return picture ``index`` as a ``PIL.Image.Image``."""
-
-
 class Folder:
-    """A folder for each class, numbered in the order of their names.
+    """A folder for each class, numbered in the order of their names; pictures are decoded on access.
 
     Raises:
         MissingDataError: there is no picture.
@@ -86,6 +74,9 @@ class HuggingFace:
 
     def image(self, index: int) -> Any:
         return self._rows[index]["image"]
+
+
+Pictures: TypeAlias = Folder | HuggingFace
 
 
 def missing(looked_for: str) -> MissingDataError:
@@ -170,7 +161,7 @@ class Labels(Dataset[Tensor]):
         return stand_in((len(labels), 3, self.size, self.size)), torch.stack(list(labels))
 
 
-class ImageNet(L.LightningDataModule):
+class ImageNet(Loaders):
     """ImageNet-1K in ``folder/train`` and ``folder/val``.
 
     Args:
@@ -181,11 +172,9 @@ class ImageNet(L.LightningDataModule):
     """
 
     def __init__(self, folder: str, batch_size: int = 256, size: int = 224, num_workers: int = 8) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers)
         self.folder = Path(folder)
-        self.batch_size = batch_size
         self.size = size
-        self.num_workers = num_workers
 
     def prepare_data(self) -> None:
         for part in ("train", "val"):
@@ -194,22 +183,9 @@ class ImageNet(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         self.train, self.val = (open_pictures(self.folder / part) for part in ("train", "val"))
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.train, random_crop, train=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(self.val, centre_crop, train=False)
-
-    def _loader(self, pictures: Pictures, crop: Callable[[Any, int], Any], train: bool) -> DataLoader[Any]:
+    def loader(self, data: Any, train: bool, **options: Any) -> DataLoader[Any]:
         if not getattr(self.trainer and self.trainer.strategy, "reads_inputs", True):
-            labels = Labels(pictures, self.size)
+            labels = Labels(data, self.size)
             return DataLoader(labels, self.batch_size, shuffle=train, drop_last=train, collate_fn=labels.collate)
-        return DataLoader(
-            Decoded(pictures, self.size, crop),
-            self.batch_size,
-            shuffle=train,
-            drop_last=train,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            prefetch_factor=4 if self.num_workers else None,
-        )
+        pictures = Decoded(data, self.size, random_crop if train else centre_crop)
+        return super().loader(pictures, train, prefetch_factor=4 if self.num_workers else None, **options)

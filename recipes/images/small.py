@@ -9,13 +9,12 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from recipes.missing import MissingDataError
+from recipes.loaders import Loaders, MissingDataError
 
 Pictures = tuple[Tensor, Tensor]
 _PADDING = 4  # pixels
@@ -23,7 +22,7 @@ _CIFAR_RECORD = 1 + 3 * 32 * 32  # a label, and the pixels: all red ones, all gr
 _UNSIGNED_BYTES = 0x08  # of the IDX format
 
 
-class _Small(L.LightningDataModule):
+class _Small(Loaders):
     """The common part of both data modules.
 
     Args:
@@ -33,11 +32,13 @@ class _Small(L.LightningDataModule):
         augment: whether training pictures are shifted and mirrored.
     """
 
+    called: str
+    remedy: str
+    """What to do where a file is missing."""
+
     def __init__(self, folder: str, batch_size: int = 256, num_workers: int = 1, augment: bool = True) -> None:
-        super().__init__()
+        super().__init__(batch_size, num_workers)
         self.folder = Path(folder)
-        self.batch_size = batch_size
-        self.num_workers = num_workers
         self.augment = augment
 
     @abstractmethod
@@ -54,64 +55,44 @@ class _Small(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         self.train, self.val = (PictureDataset(*self.read(train), train and self.augment) for train in (True, False))
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        return self._loader(self.train, train=True)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        return self._loader(self.val, train=False)
-
-    def _loader(self, pictures: PictureDataset, train: bool) -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(
-            pictures,
-            self.batch_size,
-            shuffle=train,
-            drop_last=train,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+    def _file(self, *names: str) -> Path:
+        """Return the first of these files that is there."""
+        for name in names:
+            if (file := self.folder / name).is_file():
+                return file
+        raise MissingDataError(self.called, f"{' or '.join(names)} in {self.folder.absolute()}", self.remedy)
 
 
 class FashionMNIST(_Small):
     """60,000 grey pictures of clothes to train on and 10,000 to validate, 28 × 28 pixels, in ten classes."""
 
+    called = "Fashion-MNIST"
+    remedy = (
+        "On Debian: apt install dataset-fashion-mnist. Else put the four files from "
+        "https://github.com/zalandoresearch/fashion-mnist into a folder and say data.folder=FOLDER."
+    )
+
     def read(self, train: bool) -> Pictures:
         part = "train" if train else "t10k"
-        images, labels = (self._file(f"{part}-{what}-ubyte") for what in ("images-idx3", "labels-idx1"))
+        named = (f"{part}-{what}-ubyte" for what in ("images-idx3", "labels-idx1"))
+        images, labels = (self._file(name, f"{name}.gz") for name in named)
         pictures, classes = read_idx(images), read_idx(labels)
         if pictures.shape[1:] != (28, 28) or classes.shape != pictures.shape[:1]:
             shapes = f"{[*pictures.shape]}, and {labels} {[*classes.shape]}"
             raise ValueError(f"{images} has the shape {shapes}; needed are [n, 28, 28] and [n]")
         return pictures.unsqueeze(1), classes.long()
 
-    def _file(self, name: str) -> Path:
-        for file in (self.folder / name, self.folder / f"{name}.gz"):
-            if file.is_file():
-                return file
-        raise MissingDataError(
-            "Fashion-MNIST",
-            f"{name} or {name}.gz in {self.folder.absolute()}",
-            "On Debian: apt install dataset-fashion-mnist. Else put the four files from "
-            "https://github.com/zalandoresearch/fashion-mnist into a folder and say data.folder=FOLDER.",
-        )
-
 
 class CIFAR10(_Small):
     """50,000 colour pictures to train on and 10,000 to validate, 32 × 32 pixels, in ten classes; binary version."""
+
+    called = "CIFAR-10"
+    remedy = "Unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz and say data.folder=FOLDER."
 
     def read(self, train: bool) -> Pictures:
         names = [f"data_batch_{number}.bin" for number in range(1, 6)] if train else ["test_batch.bin"]
         parts = [read_cifar10(self._file(name)) for name in names]
         return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
-
-    def _file(self, name: str) -> Path:
-        file = self.folder / name
-        if not file.is_file():
-            raise MissingDataError(
-                "CIFAR-10",
-                f"{name} in {self.folder.absolute()}",
-                "Unpack https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz and say data.folder=FOLDER.",
-            )
-        return file
 
 
 class PictureDataset(Dataset[tuple[Tensor, Tensor]]):

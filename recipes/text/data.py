@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import lightning as L
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from recipes.missing import MissingDataError
-from recipes.text.tokens import Batch, Masking, causal, pack, train_wordpiece, vocabulary_file, write
+from recipes.loaders import Loaders, MissingDataError
+from recipes.text.tokens import Masking, causal, pack, train_wordpiece, vocabulary_file, write
 
 HUB_NAME = "wikimedia/wikipedia"
 HUB_SUBSET = "20231101.en"
 
 
-class _Text(L.LightningDataModule):
+class _Text(Loaders):
     """Common base of both sources: their vocabulary, and how rows become batches.
 
     ``setup`` of a source sets the rows ``train`` and ``val``.
@@ -35,42 +34,21 @@ class _Text(L.LightningDataModule):
         num_workers: processes that prepare batches for each rank.
     """
 
-    train: Any
-    val: Any
-
     def __init__(
         self, name: str, batch_size: int, length: int, vocabulary_size: int, masked: bool, num_workers: int
     ) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size, num_workers)
         self.length = length
         self.vocabulary_size = vocabulary_size
         self.masked = masked
-        self.num_workers = num_workers
         self._vocabulary = vocabulary_file(name, vocabulary_size)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self._vocabulary))
 
-    def loader(self, rows: Any, validation: bool = False) -> DataLoader[Tensor]:
-        collate: Callable[[Sequence[Tensor]], Batch] = causal
-        if self.masked:
-            collate = Masking(self.vocabulary_size, fixed=validation)
-        return DataLoader(
-            rows,
-            self.batch_size,
-            shuffle=None if validation or isinstance(rows, IterableDataset) else True,
-            drop_last=not validation,
-            collate_fn=collate,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return self.loader(self.train)
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return self.loader(self.val, validation=True)
+    def loader(self, data: Any, train: bool, **options: Any) -> DataLoader[Any]:
+        collate = Masking(self.vocabulary_size, fixed=not train) if self.masked else causal
+        return super().loader(data, train, collate_fn=collate, **options)
 
 
 class PydocText(_Text):

@@ -37,10 +37,8 @@ def train_wordpiece(documents: Iterable[str], size: int) -> Tokenizer:
 
 def vocabulary_file(name: str, size: int) -> Path:
     """Return the file in which a trained vocabulary is kept, under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (
-        (Path(home) if home else Path.home() / ".cache") / "lightning_sdpipe" / "vocabularies" / f"{name}-{size}.json"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "lightning_sdpipe" / "vocabularies" / f"{name}-{size}.json"
 
 
 def write(tokenizer: Tokenizer, file: Path) -> None:

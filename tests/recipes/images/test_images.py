@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipes.images.imagenet import ImageNet
 from recipes.images.small import CIFAR10, FashionMNIST, read_cifar10, read_idx, shift_and_flip
-from recipes.missing import MissingDataError
+from recipes.loaders import MissingDataError
 
 Image = pytest.importorskip("PIL.Image")
 

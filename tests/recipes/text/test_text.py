@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from recipes.missing import MissingDataError
+from recipes.loaders import MissingDataError
 from recipes.text.data import PydocText, WikipediaText, pydoc_documents, wikipedia
 from recipes.text.tokens import IGNORED, MASK, SPECIAL, Masking, causal, pack, train_wordpiece, vocabulary_file, write
 
