@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.suites import machine
-from recipes.suites.grid import Ratio, Ratios, Row
+from recipes.suites.grid import Ratio, Ratios, Row, shown
 
 
 def measure(name: str, parameters: Mapping[str, Any], seed: int, command: str) -> tuple[dict[str, Any], frozenset[str]]:
@@ -64,7 +64,7 @@ def row_tables(rows: Sequence[Row]) -> str:
     """Return a table for each run of rows with the same columns."""
     tables = []
     for columns, group in groupby(rows, key=_columns):
-        tables.append(_table([columns, *[[_shown(row[column]) for column in columns] for row in group]]))
+        tables.append(_table([columns, *[[shown(row[column]) for column in columns] for row in group]]))
     return "\n\n".join(tables)
 
 
@@ -74,10 +74,10 @@ def ratio_table(ratios: Ratios, lower_is_better: Collection[str]) -> str:
     for key, ratio in ratios.items():
         free = ratio["goal"] is None  # measured for information only
         sign = "≤" if key.partition("/")[0] in lower_is_better else "≥"
-        spread = f"{_shown(ratio['low'])} to {_shown(ratio['high'])}"
+        spread = f"{shown(ratio['low'])} to {shown(ratio['high'])}"
         verdict = "" if free else "met" if is_met(key, ratio, lower_is_better) else "missed"
-        goal = "" if free else f"{sign} {_shown(ratio['goal'])}"
-        lines.append((key, _shown(ratio["value"]), spread, goal, verdict, ratio["meaning"]))
+        goal = "" if free else f"{sign} {shown(ratio['goal'])}"
+        lines.append((key, shown(ratio["value"]), spread, goal, verdict, ratio["meaning"]))
     return _table(lines)
 
 
@@ -90,14 +90,6 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="bench")

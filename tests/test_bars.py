@@ -39,7 +39,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 
 BARS = {
     "code lines of the package": 37_660,
-    "code lines of recipes, without baselines and tools": 6_996,
+    "code lines of recipes, without baselines and tools": 6_943,
     "code lines of tests": 39_084,
     "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,

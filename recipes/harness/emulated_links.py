@@ -13,6 +13,7 @@ import heapq
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -71,26 +72,20 @@ class Held:
 
     def __init__(self, start: Callable[[], dist.Work]) -> None:
         self._start = start
-        self._begun = threading.Event()
-        self._work: dist.Work | None = None
-        self._error: Exception | None = None
+        self._begun: Future[dist.Work] = Future()
 
     def begin(self) -> None:
         """Begin the real transfer."""
         try:
-            self._work = self._start()
+            self._begun.set_result(self._start())
         except Exception as error:  # wait() raises it
-            self._error = error
-        self._begun.set()
+            self._begun.set_exception(error)
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
         """Wait until the receiver has taken the message; ``limit`` is for the real transfer."""
-        if not self._begun.wait(PATIENCE):
+        if not wait([self._begun], PATIENCE).done:
             raise RuntimeError(f"an emulated link was busy for {PATIENCE:.0f} s")
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
-        assert self._work is not None
-        self._work.wait(limit)
+        self._begun.result().wait(limit)
 
 
 @contextmanager

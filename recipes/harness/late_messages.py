@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -39,25 +40,19 @@ class Late:
 
     def __init__(self, work: Any, limit: timedelta, seconds: float) -> None:
         self._seconds = seconds
-        self._came = threading.Event()
-        self._at = 0.0
-        self._failure: RuntimeError | None = None
+        self._came: Future[float] = Future()
         threading.Thread(target=self._receive, args=[work, limit], name="late message", daemon=True).start()
 
     def wait(self, limit: timedelta = timedelta(0)) -> None:
         """Wait for the message and then for its latency; ``limit`` was given for the message alone."""
-        self._came.wait()
-        if self._failure is not None:
-            raise RuntimeError(str(self._failure)) from self._failure
-        time.sleep(max(0.0, self._at + self._seconds - time.monotonic()))
+        time.sleep(max(0.0, self._came.result() + self._seconds - time.monotonic()))
 
     def _receive(self, work: Any, limit: timedelta) -> None:
         try:
             work.wait(limit)
+            self._came.set_result(time.monotonic())
         except RuntimeError as error:  # wait() raises it
-            self._failure = error
-        self._at = time.monotonic()
-        self._came.set()
+            self._came.set_exception(error)
 
 
 def arrive_late(seconds: float) -> None:

@@ -38,18 +38,18 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
     switch = _switch()
     names = [_name(number) for number in range(count)]
     try:
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        run("ip", "netns", "add", switch)
+        run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "br0", "up")
         for number, name in enumerate(names):
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
             port = f"port{number}"
-            _run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
-            _run("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", INTERFACE)
-            _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+            run("ip", "-n", name, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
+            run("ip", "-n", name, "addr", "add", f"{address(number)}/24", "dev", INTERFACE)
+            run("ip", "-n", switch, "link", "set", port, "master", "br0")
             for owner, device in _ends(number):
-                _run("ip", "-n", owner, "link", "set", device, "up")
+                run("ip", "-n", owner, "link", "set", device, "up")
             if rate_mbit is not None:
                 slow_down(number, rate_mbit)
         yield names
@@ -60,19 +60,19 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
 
 def plug(number: int, on: bool) -> None:
     """Plug in or pull the cable of one of the :func:`hosts` that this process made."""
-    _run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if on else "down")
+    run("ip", "-n", _switch(), "link", "set", f"port{number}", "up" if on else "down")
 
 
 def part(number: int) -> None:
     """Cut this host off from all other hosts for which this function was called."""
-    _run("ip", "-n", _switch(), "link", "set", f"port{number}", "type", "bridge_slave", "isolated", "on")
+    run("ip", "-n", _switch(), "link", "set", f"port{number}", "type", "bridge_slave", "isolated", "on")
 
 
 def slow_down(number: int, rate_mbit: float, burst: int = BURST) -> None:
     """Limit the rate of this host's cable in both directions; ``burst`` bytes may pass at once."""
     for owner, device in _ends(number):
         bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(burst), "latency", "10s")
-        _run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
+        run("ip", "netns", "exec", owner, "tc", "qdisc", "add", "dev", device, "root", *bucket)
 
 
 def enter(name: str) -> None:
@@ -126,7 +126,12 @@ def _switch() -> str:
     return f"sdsw{os.getpid()}"
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command.
+
+    Raises:
+        NotAllowed: it fails, with what it says.
+    """
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode:
         raise NotAllowed(f"{' '.join(command)}: {outcome.stderr.strip()}")

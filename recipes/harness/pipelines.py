@@ -12,10 +12,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
@@ -64,6 +66,21 @@ class Record:
     def times(self, what: str) -> list[float]:
         """Return the times of the lines that have the key ``what``."""
         return [line["at"] for line in self.said(what)]
+
+
+Span = tuple[float, float]
+"""When something began, and when it ended."""
+
+
+def spans(records: Iterable[Record], what: str) -> list[Span]:
+    """Return the spans between consecutive lines of one process that say so."""
+    return [span for record in records for span in pairwise(record.times(what))]
+
+
+def usual_and_longest(found: Sequence[Span], at: float) -> tuple[float, float]:
+    """Return the median length of the spans that had ended by ``at``, and the largest length of the others."""
+    usual = statistics.median(end - begin for begin, end in found if end <= at)
+    return usual, max(end - begin for begin, end in found if end > at)
 
 
 class Traces:

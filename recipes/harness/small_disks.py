@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.harness.namespaces import NotAllowed
+from recipes.harness.namespaces import NotAllowed, run
 
 SIZE = 64 << 20
 _FILLER = ".filler"
@@ -23,12 +23,9 @@ def disk(place: Path) -> Iterator[None]:
         NotAllowed: the disk cannot be mounted.
     """
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(place)]
     if os.geteuid() != 0:
         raise NotAllowed("a disk of its own takes root")
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    if outcome.returncode:
-        raise NotAllowed(f"{' '.join(command)}: {outcome.stderr.strip()}")
+    run("mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(place))
     try:
         yield
     finally:

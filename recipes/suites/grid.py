@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -85,9 +86,10 @@ class Grid:
         self._found: dict[str, Row] = {}
         if self._path is not None and self._path.exists():
             for line in self._path.read_text().splitlines():
-                entry = _entry(line)
-                if entry is not None and entry["setting"] == self._setting:
-                    self._found[json.dumps(entry["asked"], sort_keys=True)] = entry["row"]
+                with suppress(ValueError):  # an empty line, or one that an interruption cut short
+                    entry = json.loads(line)
+                    if entry["setting"] == self._setting:
+                        self._found[json.dumps(entry["asked"], sort_keys=True)] = entry["row"]
 
     def run(self, cases: Iterable[Case], measure: Callable[[Any], Row], shown: str) -> list[Row]:
         """Return each case's row, its columns and what ``measure`` returns, and print its column ``shown``."""
@@ -131,14 +133,6 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _entry(line: str) -> Any:
-    """Return the entry of a line; None if it is empty or was cut short by an interruption."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
 def turns(
     repeats: int, compared: Mapping[str, Sequence[str]], once: Collection[str] = ()
 ) -> Iterator[tuple[int, str, str]]:
@@ -153,8 +147,14 @@ def turns(
 
 def compared(work: Mapping[str, Callable[[], Row]], repeats: int) -> list[Row]:
     """Run each of ``work`` in each repeat, in rotated order; return the rows, with their names and repeats."""
-    order = [(repeat, name) for repeat in range(repeats) for name in rotated([*work], repeat)]
-    return [{"what": name, "repeat": repeat} | work[name]() for repeat, name in order]
+    return [{"what": name, "repeat": repeat} | work[name]() for repeat, name in in_turn([*work], repeats)]
+
+
+def in_turn(names: Sequence[Name], repeats: int) -> Iterator[tuple[int, Name]]:
+    """Yield each repeat with each of ``names``, in rotated order."""
+    for repeat in range(repeats):
+        for name in rotated(names, repeat):
+            yield repeat, name
 
 
 def rotated(names: Sequence[Name], repeat: int) -> list[Name]:
@@ -203,6 +203,13 @@ def ratio(values: Sequence[float], goal: float | None, meaning: str) -> Ratio:
     """Return the median of ``values``, one quotient for each repeat, with their spread; see :class:`Goal`."""
     low, high = min(values), max(values)
     return {"value": statistics.median(values), "low": low, "high": high, "goal": goal, "meaning": meaning}
+
+
+def shown(value: Any) -> str:
+    """Return the text of a value in a table."""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return ", ".join(map(shown, value)) if isinstance(value, list | tuple) else "-" if value is None else str(value)
 
 
 def run_parts(

@@ -24,9 +24,10 @@ from recipes.suites.virtual import Quadratic, by_decisions
 LOWER_IS_BETTER = frozenset[str]()
 
 
-def _goal(key: str, column: str, above: str, below: str, value: float | None, meaning: str) -> tuple[str, Goal]:
-    """Return the goal for the ratio of method ``above`` to ``below``, under the condition that ends the key."""
-    condition = key.rpartition("/")[2]
+def _goal(key: str, column: str, pair: str, value: float | None, meaning: str) -> tuple[str, Goal]:
+    """Return the goal for the ratio of two methods, ``"above/below"`` in ``pair``, under the condition that ends the
+    key."""
+    condition, (above, below) = key.rpartition("/")[2], pair.split("/")
     return key, versus(f"{meaning}, {condition}", column, above, below, value, heterogeneity=condition)
 
 
@@ -35,25 +36,21 @@ _RATE = "mini-batches that count per virtual second, {one} over {other}"
 _SPEED = "samples/s, emulated, {one} over {other}"
 VIRTUAL = dict(
     [
-        _goal("dynamic/constant/one_x5", "seconds", "preduce", "dynamic", 1.08, _TIME),
-        *(_goal(f"preduce/{n}/one_x5", "seconds", n, "dynamic", 1.2, _TIME) for n in ("eager", "asp", "hete")),
-        _goal("preduce/backup3/hl3", "steps_per_s", "preduce", "backup3", 1.1, _RATE),
-        _goal("preduce/backup3/trace", "steps_per_s", "preduce", "backup3", 1.4, _RATE),
+        _goal("dynamic/constant/one_x5", "seconds", "preduce/dynamic", 1.08, _TIME),
+        *(_goal(f"preduce/{n}/one_x5", "seconds", f"{n}/dynamic", 1.2, _TIME) for n in ("eager", "asp", "hete")),
+        _goal("preduce/backup3/hl3", "steps_per_s", "preduce/backup3", 1.1, _RATE),
+        _goal("preduce/backup3/trace", "steps_per_s", "preduce/backup3", 1.4, _RATE),
     ]
 )
-EMULATED = dict(
-    [
-        _goal("preduce/all_reduce/one_x5", "samples_per_s", "preduce", "all_reduce", 3.3, _SPEED),
-        _goal("preduce/all_reduce/hl3", "samples_per_s", "preduce", "all_reduce", 1.35, _SPEED),
-        _goal("preduce/all_reduce/trace", "samples_per_s", "preduce", "all_reduce", 1.9, _SPEED),
-        _goal("preduce/all_reduce/none", "samples_per_s", "preduce", "all_reduce", None, _SPEED),
-        _goal("preduce/nosync/hl3", "samples_per_s", "preduce", "nosync", 0.85, _SPEED),
-        *(
-            _goal(f"sdpipe/preduce/{condition}", "samples_per_s", "sdpipe", "preduce", None, _SPEED)
-            for condition in ("one_x5", "hl3", "trace", "b")
-        ),
-    ]
-)
+_SPEEDS: dict[str, float | None] = {
+    "preduce/all_reduce/one_x5": 3.3,
+    "preduce/all_reduce/hl3": 1.35,
+    "preduce/all_reduce/trace": 1.9,
+    "preduce/all_reduce/none": None,
+    "preduce/nosync/hl3": 0.85,
+    **{f"sdpipe/preduce/{condition}": None for condition in ("one_x5", "hl3", "trace", "b")},
+}
+EMULATED = dict(_goal(key, "samples_per_s", key.rpartition("/")[0], goal, _SPEED) for key, goal in _SPEEDS.items())
 SCALING = {
     "scaling/32/preduce_over_backup": versus(
         f"{_RATE} workers, 32 workers", "steps_per_s", "preduce", "backup", 1.3, pipelines=32

@@ -18,7 +18,7 @@ from lightning_sdpipe.policies.local_sgd import NoSync
 from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
-from lightning_sdpipe.simulate import Run, Work, jittered, simulate
+from lightning_sdpipe.simulate import Work, jittered, simulate
 from recipes.suites.grid import Ratios, Row, chosen, ratio, ratios, values, versus
 from recipes.suites.virtual import Network, Point, by_time
 
@@ -104,12 +104,6 @@ def ratios_of(rows: Sequence[Row], staleness: int) -> Ratios:
     return found
 
 
-def _rate(run: Run) -> float:
-    """Return the mini-batches per second of all pipelines until the first has finished."""
-    end = min(run.finished.values())
-    return sum(isinstance(event, Progress) and at <= end for at, event, _ in run.entries) / end
-
-
 def _work(times: Sequence[float], size: int, iterations: int, jitter: float, seed: int) -> Work:
     vary = jittered(1.0, jitter, seed)
 
@@ -133,7 +127,8 @@ def _measured(
         end = min(run.finished.values())
         lag = max(lag for at, lag in run.lags() if at <= end)
         row: Row = {"what": name, "shape": f"{work.num_pipelines // size}x{size}", "group_size": size, "seed": seed}
-        row |= {"steps_per_s": _rate(run), "lag": lag}
+        steps = sum(isinstance(event, Progress) and at <= end for at, event, _ in run.entries)  # of all pipelines
+        row |= {"steps_per_s": steps / end, "lag": lag}
         row |= {"final": None, "samples": None, "seconds": None, "curve": []}
         if name in TRAINED:
             due = [end * (k + 1) / training["points"] for k in range(training["points"])]
@@ -146,7 +141,8 @@ def _measured(
     trained = [row for row in rows if row["curve"]]
     fewest = min(row["curve"][-1][1] for row in trained)
     for row in trained:
-        row["final"] = accuracy_at(row["curve"], fewest)
+        last_tenth = [value for _, samples, value in row["curve"] if 0.9 * fewest <= samples <= fewest]
+        row["final"] = statistics.fmean(last_tenth)
     return rows
 
 
@@ -156,8 +152,3 @@ def reached(curve: Sequence[Point], target: float) -> Point | None:
         if (before.value + point.value + after.value) / 3 >= target:
             return point
     return None
-
-
-def accuracy_at(curve: Sequence[Sequence[float]], samples: float) -> float:
-    """Return the mean accuracy over the last tenth of the first ``samples`` samples."""
-    return statistics.fmean(point[2] for point in curve if 0.9 * samples <= point[1] <= samples)

@@ -33,10 +33,6 @@ class Used(NamedTuple):
     members: float = 0.0  # number of members of all groups together
     sent: float = 0.0  # bytes sent to other pipelines
 
-    def less(self, before: Used) -> Used:
-        """Return what was used since ``before``."""
-        return Used(*(now - then for now, then in zip(self, before, strict=True)))
-
 
 @dataclass
 class Report:
@@ -58,7 +54,8 @@ class Report:
 
     def used(self, warm_up: int) -> Used:
         """Return what the mini-batches after the first ``warm_up`` used."""
-        return self.readings[-1].less(self.readings[warm_up - 1])
+        first, last = self.readings[warm_up - 1], self.readings[-1]
+        return Used(*(now - then for now, then in zip(last, first, strict=True)))
 
 
 class Probe(L.Callback):

@@ -33,7 +33,7 @@ from lightning_sdpipe.scheduler import protocol as m
 from lightning_sdpipe.scheduler.client.wire import use_keys
 from lightning_sdpipe.scheduler.credentials import WorkerKeys, make_keys
 from lightning_sdpipe.scheduler.server.process import SchedulerProcess
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated, versus
+from recipes.suites.grid import Goal, Ratios, Row, in_turn, ratios, versus
 
 ECHO = """
 import sys
@@ -80,11 +80,10 @@ def run(
             if count == max(clients):
                 meaning = f"signals per second of one core, {kind}, {count} clients: ours over the echo's"
                 goals[f"echo_rate{suffix}"] = versus(meaning, "signals_per_core_s", kind, "echo", 0.5, clients=count)
-    for repeat in range(repeats):
-        for size in rotated(policy_sizes, repeat):
-            cost = 1e6 * _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
-            row = {"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": cost}
-            rows.append(row | {"us_by_log": cost / math.log(size)})
+    for repeat, size in in_turn(policy_sizes, repeats):
+        cost = 1e6 * _policy_cost(size, random.Random(f"{seed}/{repeat}/{size}"))
+        row = {"what": "policy", "clients": size, "repeat": repeat, "us_per_signal": cost}
+        rows.append(row | {"us_by_log": cost / math.log(size)})
     smallest, *larger = policy_sizes
     for size in larger:
         meaning = f"pure policy: cost per signal, by log N, at {size} over {smallest} pipelines"
@@ -99,12 +98,11 @@ def _service(count: int, signals: int, repeats: int, seed: int) -> list[Row]:
         order = ["echo", *POLICIES]
         servers = {kind: stack.enter_context(server_of(kind, count)) for kind in order}
         random.Random(seed).shuffle(order)
-        for repeat in range(repeats):
-            for kind in rotated(order, repeat):
-                with connected(kind, count, servers[kind], session=repeat) as bursts:
-                    bursts.repeat(max(5, 1000 // count))  # connections and caches
-                    row = {"what": kind, "clients": count, "repeat": repeat}
-                    rows.append(row | bursts.repeat(signals // count))
+        for repeat, kind in in_turn(order, repeats):
+            with connected(kind, count, servers[kind], session=repeat) as bursts:
+                bursts.repeat(max(5, 1000 // count))  # connections and caches
+                row = {"what": kind, "clients": count, "repeat": repeat}
+                rows.append(row | bursts.repeat(signals // count))
     return rows
 
 
@@ -258,9 +256,8 @@ def _policy_cost(size: int, rng: random.Random) -> float:
     for worker in workers:
         policy.on(Joined(worker), 0.0)
     rounds = max(4, 40_000 // size)
-    arrivals = sorted(
-        (k + rng.random(), pipeline, k) for k in range(rounds) for pipeline in range(size)
-    )  # a worker's next arrival comes after its last one was answered, or is skipped
+    # A worker's next arrival comes after its last one was answered, or is skipped.
+    arrivals = sorted((k + rng.random(), pipeline, k) for k in range(rounds) for pipeline in range(size))
     waiting = policy.participants.waiting[0]
     signals = 0
     start = time.perf_counter()

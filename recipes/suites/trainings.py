@@ -249,15 +249,16 @@ def calibrated_scale(case: Training, grid: Grid) -> float:
         assert isinstance(case.num_stages, int)
         slots = case.num_micro_batches + case.num_stages - 1
         probe = replace(probe, schedule="1f1b", block_seconds=NOMINAL_ITERATION_SECONDS / slots)
-    row = grid.measured(probe, _pace)
+    row = grid.measured(probe, pace)
     if case.workload is EMULATED:
         return machine.needed_scale(row["processor_s"], NOMINAL_ITERATION_SECONDS, machine.cores())
     return float(round(row["seconds"] / NOMINAL_ITERATION_SECONDS, 2))
 
 
-def _pace(case: Training) -> dict[str, float]:
-    """Return the seconds of a mini-batch, and its processor seconds in all workers."""
-    used, counted = [report.used(case.warm_up) for report in train(case)], case.iterations - case.warm_up
+def pace(case: Training, strategy: DDPStrategy | None = None) -> dict[str, float]:
+    """Return the seconds of a mini-batch, a mean over the workers, and its processor seconds in all workers."""
+    reports, counted = train(case, strategy=strategy), case.iterations - case.warm_up
+    used = [report.used(case.warm_up) for report in reports]
     seconds = sum(each.clock for each in used) / len(used)
     return {"seconds": seconds / counted, "processor_s": sum(each.processor for each in used) / counted}
 

@@ -56,12 +56,6 @@ class Quadratic:
         return float(0.5 * (self._curvature * model**2).sum())
 
 
-def _log_softmax(scores: Vector) -> Vector:
-    shifted = scores - scores.max(1, keepdims=True)
-    result: Vector = shifted - numpy.log(numpy.exp(shifted).sum(1, keepdims=True))
-    return result
-
-
 class Network:
     """A two-layer network on the handwritten digits, trained by SGD with momentum; each pipeline draws from its own
     shard."""
@@ -90,7 +84,9 @@ class Network:
         images, labels = images[chosen], labels[chosen]
         first, first_bias, second, second_bias = self._layers(model)
         hidden = numpy.maximum(images @ first + first_bias, 0)
-        error = numpy.exp(_log_softmax(hidden @ second + second_bias))
+        scores = hidden @ second + second_bias
+        error = numpy.exp(scores - scores.max(1, keepdims=True))
+        error /= error.sum(1, keepdims=True)
         error[numpy.arange(self._batch_size), labels] -= 1
         error /= self._batch_size
         back = (error @ second.T) * (hidden > 0)

@@ -28,7 +28,7 @@ from lightning_sdpipe.policies.pairing import shift_one
 from lightning_sdpipe.topology.groups import Replicas
 from recipes.harness.namespaces import INTERFACE, NotAllowed, hosts
 from recipes.harness.processes import run_on_hosts, run_processes
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated, versus
+from recipes.suites.grid import Goal, Ratios, Row, in_turn, ratios, versus
 
 WORKERS, HOSTS = 4, 2
 PORT, SECONDS = 29631, 600.0
@@ -212,16 +212,15 @@ def _timed(cases: Mapping[str, Average], repeats: int, calls: int = 1) -> list[R
     and pairs exchange in full. Each call has its own number."""
     rows: list[Row] = []
     numbers = count()
-    for repeat in range(repeats + 1):
-        for case in rotated([*cases], repeat):
-            dist.barrier()
-            before, start = _sent(), time.perf_counter()
-            for number in islice(numbers, calls):
-                cases[case](number)
-            took = time.perf_counter() - start
-            dist.barrier()
-            sent = _sent() - before
-            rows.append({"what": case, "repeat": repeat, "ms": 1e3 * took / calls, "host_sends_bytes": sent})
+    for repeat, case in in_turn([*cases], repeats + 1):
+        dist.barrier()
+        before, start = _sent(), time.perf_counter()
+        for number in islice(numbers, calls):
+            cases[case](number)
+        took = time.perf_counter() - start
+        dist.barrier()
+        sent = _sent() - before
+        rows.append({"what": case, "repeat": repeat, "ms": 1e3 * took / calls, "host_sends_bytes": sent})
     return [row for row in rows if row["repeat"]]
 
 

@@ -29,7 +29,7 @@ from recipes.baselines import ParameterServer
 from recipes.harness.namespaces import INTERFACE, NotAllowed, address, enter, hosts
 from recipes.harness.processes import be_rank, in_processes
 from recipes.suites.emulated import EmulatedChain, passes
-from recipes.suites.grid import Ratios, Row, chosen, ratios, refuse_unknown, rotated, versus
+from recipes.suites.grid import Ratios, Row, chosen, in_turn, ratios, refuse_unknown, versus
 from recipes.suites.probe import Probe
 from recipes.suites.trainings import make_trainer, quiet, random_features
 
@@ -148,21 +148,20 @@ def measure(
         raise ConfigurationError(f"suite.slow_trainings has {steps=} and {warm_up=}; both must be at least 1.")
     quiet()
     rows: list[Row] = []
-    for repeat in range(repeats):
-        for name in rotated(names, repeat):
-            case, shape = CASES[name], (blocks, compute_seconds, parameters)
-            counted, before = (-(-count // case.every) * case.every for count in (steps, warm_up))
-            arguments = (name, shape, counted, before, seed + repeat)
-            try:
-                with hosts(WORKERS, case.rate) as machines:
-                    seen = in_processes(WORKERS, _train, machines, *arguments, timeout=SECONDS)
-            except NotAllowed as reason:
-                print(f"No slow links: {reason}", file=sys.stderr)
-                return [], {}
-            speed, sent = sum(rate for rate, _ in seen), statistics.mean(sent for _, sent in seen)
-            print(f"slow trainings, {name}, repeat {repeat}: {speed:.2f} samples/s", flush=True)
-            row = {"what": name, "emulated": True, "link_mbit": case.rate, "repeat": repeat}
-            rows.append({**row, "samples_per_s": speed, "bytes_per_step": sent})
+    for repeat, name in in_turn(names, repeats):
+        case, shape = CASES[name], (blocks, compute_seconds, parameters)
+        counted, before = (-(-count // case.every) * case.every for count in (steps, warm_up))
+        arguments = (name, shape, counted, before, seed + repeat)
+        try:
+            with hosts(WORKERS, case.rate) as machines:
+                seen = in_processes(WORKERS, _train, machines, *arguments, timeout=SECONDS)
+        except NotAllowed as reason:
+            print(f"No slow links: {reason}", file=sys.stderr)
+            return [], {}
+        speed, sent = sum(rate for rate, _ in seen), statistics.mean(sent for _, sent in seen)
+        print(f"slow trainings, {name}, repeat {repeat}: {speed:.2f} samples/s", flush=True)
+        row = {"what": name, "emulated": True, "link_mbit": case.rate, "repeat": repeat}
+        rows.append({**row, "samples_per_s": speed, "bytes_per_step": sent})
     return rows, _ratios(rows)
 
 

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from recipes.harness.namespaces import hosts, inside
-from recipes.harness.pipelines import Record
+from recipes.harness.pipelines import Record, spans
 from recipes.suites.elastic import Work, World
 from recipes.suites.emulated import FEATURES, EmulatedChain, passes
 from recipes.suites.far_apart.samples import PacedBert, Text, learn_together, loader, losses, reached, rows_of, target
@@ -202,8 +201,8 @@ def paced(records: Sequence[Record], every: int, steps: int) -> Row:
     steps on, and the longest time between two steps of one pipeline."""
     times = sorted(at for record in records for at in record.times("trained"))
     begin, end = times[(every + 1) // 2], times[(every + 1) // 2 + steps]
-    waits = [after - before for record in records for before, after in pairwise(record.times("trained"))]
-    return {"rate": steps / (end - begin), "longest": max(waits)}
+    longest = max(after - before for before, after in spans(records, "trained"))
+    return {"rate": steps / (end - begin), "longest": longest}
 
 
 def to_target(calm: Sequence[float], killed: Sequence[Sequence[float]], all_reduce: Sequence[Sequence[float]]) -> Row:
@@ -258,10 +257,8 @@ def ratios_of(rows: Sequence[Row]) -> Ratios:
     kills, states = (sum(row[column] for row in killed) for column in ("kills", "state_bytes"))
     meaning = f"seconds of mini-batches in the model over those of all devices; {kills} kills"
     goals["far_apart/utilisation"] = Goal(meaning, "utilisation", {"run": KILLED}, "one", 0.83)
-    meaning = (
-        "bytes that all-reduce of the gradients would send (by arithmetic) over those sent, with kills; states of "
-    )
-    meaning += f"newcomers, {states / 1e6:.0f} MB, are not counted"
+    meaning = "bytes that all-reduce of the gradients would send (by arithmetic) over those sent, with kills"
+    meaning += f"; states of newcomers, {states / 1e6:.0f} MB, are not counted"
     goals["far_apart/bytes"] = Goal(meaning, "all_reduce_bytes", {"run": KILLED}, "bytes", 70.0)
     alone = {"run": "link", "rate_mbit": math.inf}
     for rate in values(chosen(rows, run="link"), "rate_mbit")[1:]:

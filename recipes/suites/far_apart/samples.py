@@ -13,12 +13,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from transformers import get_constant_schedule_with_warmup
+from torch.utils.data import DataLoader
 
 from recipes.harness.pipelines import Record
 from recipes.language import LanguageModel
@@ -48,19 +48,6 @@ class Text:
     batch: int
     lr: float
     warmup_steps: int
-
-
-class _Numbered(Dataset[tuple[int, Tensor]]):
-    """``count`` rows, repeated if need be, with their numbers."""
-
-    def __init__(self, rows: Sequence[Tensor], count: int) -> None:
-        self._rows, self._count = rows, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> tuple[int, Tensor]:
-        return number, self._rows[number % len(self._rows)]
 
 
 class PacedBert(LanguageModel):
@@ -98,7 +85,8 @@ def loader(text: Text, rows: Sequence[Tensor], batches: int) -> DataLoader[Any]:
         numbers, tokens = zip(*samples, strict=True)
         return torch.tensor(numbers), masking(tokens)
 
-    return DataLoader(_Numbered(rows, batches * text.batch), text.batch, collate_fn=collate)
+    numbered = [*enumerate(islice(cycle(rows), batches * text.batch))]
+    return DataLoader(numbered, text.batch, collate_fn=collate)  # type: ignore[arg-type]  # a list is a dataset, too
 
 
 def losses(records: Sequence[Record]) -> list[float]:
@@ -147,8 +135,8 @@ def learn_together(text: Text, rows: Sequence[Tensor], replicas: int, batches: i
     """
     torch.manual_seed(seed)
     model = LanguageModel("bert", text.network, lr=text.lr, warmup_steps=text.warmup_steps)
-    optimizer = torch.optim.AdamW(model.parameters(), text.lr, weight_decay=model.hparams["weight_decay"])
-    warm_up = get_constant_schedule_with_warmup(optimizer, text.warmup_steps)
+    made: Any = model.configure_optimizers()
+    optimizer, warm_up = made["optimizer"], made["lr_scheduler"]["scheduler"]
     found: list[float] = []
     for number, (_, batch) in enumerate(loader(text, rows, batches), 1):
         loss = model.network(**batch).loss

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import math
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import hydra
 from lightning_sdpipe.exchange.options import Exchange
 from recipes.harness import small_disks
 from recipes.harness.namespaces import NotAllowed
-from recipes.harness.pipelines import Record
+from recipes.harness.pipelines import Record, spans, usual_and_longest
 from recipes.suites.elastic import Fault, Work, World
 from recipes.suites.faults import elastic_overhead, torchft_peer
 from recipes.suites.grid import Parts, Ratios, Row, chosen, ratio, run_parts, values
@@ -247,14 +245,11 @@ def _figures(
     killed: float,
     asked: float,
 ) -> Row:
-    steps = [step for record in survivors for step in pairwise(record.times("update"))]
-    took = [(begin, end, end - begin) for begin, end in steps]
-    calm = [seconds for _, end, seconds in took if end <= killed]
-    median = statistics.median(calm)
+    steps = spans(survivors, "update")
+    median, longest = usual_and_longest([step for step in steps if step[0] < asked], killed)
     newest = [[r for r in records if r.pipeline == pipeline and r.rank == 0][-1] for pipeline in victims]
     contributes = max((record.times("update")[0] for record in newest), default=asked)
-    longest = max(seconds for begin, end, seconds in took if end > killed and begin < asked)
-    in_join = max((seconds for begin, end, seconds in took if end > asked and begin < contributes), default=median)
+    in_join = max((end - begin for begin, end in steps if end > asked and begin < contributes), default=median)
     return {
         "median_s": median,
         "longest_s": longest,

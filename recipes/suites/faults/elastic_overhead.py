@@ -12,7 +12,7 @@ import hydra
 
 from lightning_sdpipe.sync import AllReduce
 from recipes.suites.elastic import Work, World
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Goal, Ratios, Row, in_turn, ratios
 from recipes.suites.trainings import Named, Training, quiet, train
 
 LONGEST = 300.0
@@ -52,16 +52,14 @@ def measure(
             block_parameters=num_parameters,
             **shared,
         )
-        for repeat in range(repeats):
-            for kind in rotated(["elastic", "ordinary"], repeat):
-                used = _elastic(work) if kind == "elastic" else _ordinary(ordinary)
-                spent = [[last - first for first, last in zip(own[warm_up], own[-1], strict=True)] for own in used]
-                row = {"method": name, "kind": kind, "repeat": repeat, "emulated": True}
-                counts = [len(own) - warm_up - 1 for own in used]
-                row["batches_per_s"] = sum(n / clock for n, (clock, _) in zip(counts, spent, strict=True))
-                each = [1e3 * processor / n for n, (_, processor) in zip(counts, spent, strict=True)]
-                rows.append(row | {"processor_ms_per_batch": statistics.mean(each)})
-                print(f"{name}: {kind}, repeat {repeat}: {row['batches_per_s']:.2f} batches per second", flush=True)
+        for repeat, kind in in_turn(["elastic", "ordinary"], repeats):
+            used = _elastic(work) if kind == "elastic" else _ordinary(ordinary)
+            counted = [(own[warm_up], own[-1], len(own) - warm_up - 1) for own in used]
+            row = {"method": name, "kind": kind, "repeat": repeat, "emulated": True}
+            row["batches_per_s"] = sum(n / (last[0] - first[0]) for first, last, n in counted)
+            each = [1e3 * (last[1] - first[1]) / n for first, last, n in counted]
+            rows.append(row | {"processor_ms_per_batch": statistics.mean(each)})
+            print(f"{name}: {kind}, repeat {repeat}: {row['batches_per_s']:.2f} batches per second", flush=True)
         meaning = f"samples per second of an elastic run without faults over an ordinary one, 1 × {num_pipelines}"
         above, below = ({"method": name, "kind": kind} for kind in ("elastic", "ordinary"))
         goals[f"overhead/{name}"] = Goal(meaning, "batches_per_s", above, below, GOALS[name])

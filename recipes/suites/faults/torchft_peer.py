@@ -6,20 +6,17 @@ This project does not depend on torchft. If it is not installed, this part is le
 from __future__ import annotations
 
 import importlib.util
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hydra
 
 from recipes.baselines.torchft_replica import run
-from recipes.harness.pipelines import Record
+from recipes.harness.pipelines import Record, spans, usual_and_longest
 from recipes.suites.elastic import Fault, Work, World
-from recipes.suites.grid import Goal, Ratios, Row, ratios, rotated
+from recipes.suites.grid import Goal, Ratios, Row, in_turn, ratios
 
 VICTIM = 2
 INSTALL = "pip install torchft==0.2.0"
@@ -54,12 +51,12 @@ def measure(
         num_parameters=num_parameters,
         seed=seed,
     )
-    for repeat in range(repeats):
-        for library in rotated(["torchft", "sdpipe"], repeat):
-            records, killed = (run if library == "torchft" else _ours)(work, VICTIM, after, seconds)
-            figures = _figures([record for record in records if record.pipeline != VICTIM], killed)
-            print(f"{library}: {figures}", flush=True)
-            rows.append({"library": library, "repeat": repeat} | figures)
+    for repeat, library in in_turn(["torchft", "sdpipe"], repeats):
+        records, killed = (run if library == "torchft" else _ours)(work, VICTIM, after, seconds)
+        steps = spans([record for record in records if record.pipeline != VICTIM], "update")
+        median, longest = usual_and_longest(steps, killed)
+        rows.append({"library": library, "repeat": repeat, "median_s": median, "longest_s": longest})
+        print(rows[-1], flush=True)
     goals = {
         key: Goal(f"{meaning}, ours over torchft's", column, {"library": "sdpipe"}, {"library": "torchft"}, value)
         for key, meaning, column, value in (
@@ -68,14 +65,6 @@ def measure(
         )
     }
     return rows, ratios(rows, goals)
-
-
-def _figures(survivors: Sequence[Record], killed: float) -> dict[str, float]:
-    steps = [step for record in survivors for step in pairwise(record.times("update"))]
-    return {
-        "median_s": statistics.median(end - begin for begin, end in steps if end <= killed),
-        "longest_s": max(end - begin for begin, end in steps if end > killed),
-    }
 
 
 def _ours(work: Work, victim: int, after: int, seconds: float) -> tuple[list[Record], float]:

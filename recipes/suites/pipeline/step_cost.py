@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from lightning_sdpipe.errors import ConfigurationError
 from recipes.baselines.references import lightning_ddp
-from recipes.suites.grid import Case, Grid, Ratios, Row, ratios, rotated, versus
-from recipes.suites.trainings import ALL_REDUCE, Named, Training, quiet, train
+from recipes.suites.grid import Case, Grid, Ratios, Row, in_turn, ratios, versus
+from recipes.suites.trainings import ALL_REDUCE, Named, Training, pace, quiet
 
 GOALS = {1: 1.05, 4: 1.10}
 """Goals by the number of pipelines; the last one holds for other numbers."""
@@ -40,19 +40,18 @@ def measure(
     quiet()
     cases, goals = [], {}
     for count in pipelines:
-        for repeat in range(repeats):
-            for method in rotated(COMPARED, repeat):
-                training = Training(
-                    method=method,
-                    num_stages=1,
-                    num_pipelines=count,
-                    batches=(warm_up + steps) * count,
-                    warm_up=warm_up,
-                    block_seconds=compute_seconds,
-                    seed=seed + repeat,
-                )
-                columns = {"what": method.name, "emulated": True, "shape": training.shape, "repeat": repeat}
-                cases.append(Case(columns, training))
+        for repeat, method in in_turn(COMPARED, repeats):
+            training = Training(
+                method=method,
+                num_stages=1,
+                num_pipelines=count,
+                batches=(warm_up + steps) * count,
+                warm_up=warm_up,
+                block_seconds=compute_seconds,
+                seed=seed + repeat,
+            )
+            columns = {"what": method.name, "emulated": True, "shape": training.shape, "repeat": repeat}
+            cases.append(Case(columns, training))
         meaning = f"processor time of a step of {count} workers, emulated compute: all_reduce over Lightning's DDP"
         of = "processor_ms_per_step", ALL_REDUCE.name, BASELINE.name, GOALS.get(count, max(GOALS.values()))
         goals[f"step_cost/1x{count}"] = versus(meaning, *of, shape=f"1x{count}")
@@ -61,8 +60,5 @@ def measure(
 
 
 def _train(case: Training) -> Row:
-    """Return the mean of the workers' wall times, and the sum of their processor times, for a step."""
-    reports = train(case, strategy=lightning_ddp() if case.method is BASELINE else None)
-    used, steps = [report.used(case.warm_up) for report in reports], case.iterations - case.warm_up
-    wall, processor = sum(each.clock for each in used) / len(used), sum(each.processor for each in used)
-    return {"ms_per_step": 1e3 * wall / steps, "processor_ms_per_step": 1e3 * processor / steps}
+    found = pace(case, lightning_ddp() if case.method is BASELINE else None)
+    return {"ms_per_step": 1e3 * found["seconds"], "processor_ms_per_step": 1e3 * found["processor_s"]}

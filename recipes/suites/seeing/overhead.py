@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_sdpipe import meter
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
-from recipes.suites.grid import Case, Grid, Ratios, Row, ratio, ratios, rotated, versus
+from recipes.suites.grid import Case, Grid, Ratios, Row, in_turn, ratio, ratios, versus
 from recipes.suites.throughput import summary
 from recipes.suites.trainings import Named, Training, calibrated_scale, quiet, train
 
@@ -69,11 +69,10 @@ def measure_throughput(
     training = Training(method=Named("sdpipe", methods["sdpipe"]), scale=scale or 1.0, seed=seed, **case)
     training = replace(training, scale=calibrated_scale(training, Grid())) if scale is None else training
     rows: list[Row] = []
-    for repeat in range(repeats):
-        for what in rotated(["meter on", "meter off"], repeat):
-            columns = {"what": what, "shape": training.shape, "repeat": repeat}
-            with _metered(what == "meter on"):
-                rows += Grid().run([Case(columns, training)], _train, "samples_per_s")
+    for repeat, what in in_turn(["meter on", "meter off"], repeats):
+        columns = {"what": what, "shape": training.shape, "repeat": repeat}
+        with _metered(what == "meter on"):
+            rows += Grid().run([Case(columns, training)], _train, "samples_per_s")
     goal = versus("samples/s of SDPipe: with the meter over without", "samples_per_s", "meter on", "meter off", 0.99)
     return rows, ratios(rows, {f"throughput/{training.shape}/none": goal})
 

@@ -76,5 +76,5 @@ def test_messages_of_one_card_follow_each_other_and_latencies_overlap() -> None:
     taken = [work.begun - start for work in works]
     assert all(seconds >= least for seconds, least in zip(taken, (0.04, 0.09, 0.08), strict=True))
     assert taken[0] <= taken[2] <= taken[1]  # the second is longer under way
-    with pytest.raises(RuntimeError, match="no such rank"):
+    with pytest.raises(KeyError, match="no such rank"):
         card.send(0, 1, lambda: {}["no such rank"]).wait()
