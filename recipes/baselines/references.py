@@ -7,13 +7,12 @@ iteration, as with :class:`~lightning_sdpipe.SDPipeStrategy`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lightning_sdpipe.errors import ConfigurationError
@@ -104,43 +103,3 @@ def _train(rank: int, case: Training, seconds: tuple[float, float], delays: Dela
 def _group(all_ranks: Sequence[Sequence[int]], own: int) -> Any:
     """Make all groups, as every rank must, and return this rank's."""
     return [dist.new_group(list(ranks), timeout=TRANSFER_TIMEOUT) for ranks in all_ranks][own]
-
-
-def language_step(
-    submodule: nn.Module, hidden_size: int, vocabulary: int, batch: dict[str, Tensor], num_micro_batches: int, lr: float
-) -> Callable[[dict[str, Tensor]], Tensor]:
-    """Return a step that trains this rank's stage of a language model with torch's 1F1B and SGD. The step returns the
-    loss on the last rank, 0 on others.
-
-    Args:
-        submodule: the stage, which takes and returns one tensor.
-        hidden_size: size of the hidden state that passes between stages.
-        vocabulary: number of scores of the last stage.
-        batch: a mini-batch, for its size: ``input_ids`` and ``labels``.
-        num_micro_batches: m.
-        lr: learning rate.
-    """
-    index, num_stages = dist.get_rank(), dist.get_world_size()  # torch wants stage j on rank j; ours are in reverse
-    tokens = batch["input_ids"].chunk(num_micro_batches)[0]
-    hidden = torch.empty(*tokens.shape, hidden_size, requires_grad=True)
-    scores = torch.empty(*tokens.shape, vocabulary, requires_grad=True)
-    is_first, is_last = index == 0, index == num_stages - 1
-    inputs, outputs = tokens if is_first else hidden, scores if is_last else hidden
-    group = dist.new_group(list(range(num_stages)), timeout=TRANSFER_TIMEOUT)
-    stage = PipelineStage(submodule, index, num_stages, CPU, input_args=inputs, output_args=outputs, group=group)
-    schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=_loss)
-    optimizer = torch.optim.SGD(submodule.parameters(), lr)
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        optimizer.zero_grad()
-        losses: list[Tensor] = []
-        given = (batch["input_ids"],) if is_first else ()
-        schedule.step(*given, target=batch["labels"] if is_last else None, losses=losses, return_outputs=False)
-        optimizer.step()
-        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
-
-    return step
-
-
-def _loss(scores: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())

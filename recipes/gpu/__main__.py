@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--out", type=Path, default=Path(), help="folder for the report (%(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # a fork copies only one thread
-    count = 0 if options.dry else in_processes(1, _count)[0]
+    # In a child, since without NVML, asking opens the GPUs.
+    count = 0 if options.dry else in_processes(1, lambda rank: torch.cuda.device_count())[0]
     if not count and not options.dry:
         print("torch finds no CUDA device here; --dry tries the script itself on the CPU", file=sys.stderr)
         return 2
@@ -54,11 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows, limit = PARTS[part]
             run(rows, machine, report, limit if options.seconds is None else options.seconds)
     return int(any(outcome.result == "failed" for outcome in report.outcomes))
-
-
-def _count(rank: int) -> int:
-    """Return the number of GPUs. This runs in a child, since without NVML, asking opens them."""
-    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

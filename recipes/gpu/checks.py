@@ -17,16 +17,17 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.distributed import pipelining
 
 from lightning_sdpipe import AllReduce, EightBit, Exchange, Half, LocalSGD, OneBit, SemiDecentralized
 from lightning_sdpipe.exchange.payloads import Payload
 from lightning_sdpipe.heterogeneity.speed import name_of
+from recipes.baselines.pipelining import language_step
 from recipes.gpu import elastic
-from recipes.gpu.models import TINY_BERT, TINY_RESNET, Kind, loss_of
+from recipes.gpu.models import TINY_BERT, TINY_RESNET, Kind
 from recipes.gpu.rows import NotPossible, Row, Values
-from recipes.gpu.running import Machine, Precision, Trial, adamw, fit, loader, on_ranks, ours, sgd, trainer_of
+from recipes.gpu.running import Machine, Precision, Trial, Watch, adamw, fit, loader, on_ranks, ours, sgd, trainer_of
 from recipes.harness.processes import TRANSFER_TIMEOUT
 from recipes.suites.machine import versions
 
@@ -89,13 +90,13 @@ def train(
 # -------------------------------------------------------------------- does it work
 
 
-def about(machine: Machine) -> Values:
+def of_first(count: int, work: Callable[[int, Machine], Values], machine: Machine) -> Values:
+    """Run ``work`` on ``count`` ranks, and return what it returns on the first."""
+    return dict(on_ranks(count, work, machine)[0])
+
+
+def about(rank: int, machine: Machine) -> Values:
     """Report versions and devices, and multiply two matrices."""
-    (found,) = on_ranks(1, _about, machine)
-    return dict(found)
-
-
-def _about(rank: int, machine: Machine) -> Values:
     values: Values = {**versions(), "system": platform.platform(), "processors": os.cpu_count()}
     if machine.device != "cpu":
         values["devices"] = [name_of(device) for device in machine.devices(machine.count)]
@@ -114,31 +115,23 @@ def _about(rank: int, machine: Machine) -> Values:
     return values
 
 
-def two_stages(machine: Machine) -> Values:
-    """Compare two stages on one device, whose messages go through host memory, with one process."""
-    return _two_stages(replace(machine, count=1))
-
-
 def nccl(machine: Machine) -> Values:
     """Compare two stages, on a device each, with one process."""
     if machine.device != "cuda" or machine.count < 2:
         raise NotPossible("NCCL wants a GPU for each process; stages on one GPU use gloo")
-    return _two_stages(machine)
+    return two_stages(machine)
 
 
-def _two_stages(machine: Machine) -> Values:
+def two_stages(machine: Machine) -> Values:
+    """Compare two stages with one process; on one device, their messages go through host memory."""
     (one,) = on_ranks(1, train, machine, DRAWS, 1, 1, {"num_micro_batches": 2}, 6)
     two = on_ranks(2, train, machine, DRAWS, 2, 2, {"num_micro_batches": 2}, 6)
     assert two[0]["losses"] == two[1]["losses"], "the stages were told different losses"
     return {"losses differ by": same(two[0]["losses"], one["losses"])}
 
 
-def replicas(machine: Machine) -> Values:
+def replicas(rank: int, machine: Machine) -> Values:
     """Compare two pipelines that exchange gradients or models with the same pipelines on the CPU."""
-    return dict(on_ranks(2, _replicas, machine)[0])
-
-
-def _replicas(rank: int, machine: Machine) -> Values:
     cases: dict[str, tuple[dict[str, Any], float]] = {
         "all-reduce": ({"sync": AllReduce()}, WITHIN),
         "models, every 2 steps": ({"sync": LocalSGD(every=2)}, WITHIN),
@@ -168,7 +161,7 @@ def _rehearsal(rank: int, machine: Machine) -> float:
     (machine.folder / f"warm-{rank}").touch()  # from here on, this process takes only what the tiny model needs
     while not all((machine.folder / f"warm-{other}").exists() for other in range(2)):
         time.sleep(0.01)
-    free, over = [_free(device)], threading.Event()
+    free, over = [free_bytes(rank, machine)], threading.Event()
 
     class Planned(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -176,7 +169,7 @@ def _rehearsal(rank: int, machine: Machine) -> float:
 
     def look() -> None:
         while not over.wait(0.002):
-            free.append(_free(device))
+            free.append(free_bytes(rank, machine))
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
@@ -187,65 +180,34 @@ def _rehearsal(rank: int, machine: Machine) -> float:
     return (free[0] - min(free)) / 2**20
 
 
-def _free(device: torch.device) -> int:
-    """Return the free bytes of a GPU; 0 for another device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+def free_bytes(rank: int, machine: Machine) -> int:
+    """Return the free bytes of a rank's GPU; 0 for another device."""
+    return torch.cuda.mem_get_info(machine.devices(rank + 1)[rank])[0] if machine.device == "cuda" else 0
 
 
-def seconds(work: Callable[[], Any], machine: Machine, repeats: int = 5) -> float:
-    """Return the mean seconds of ``work`` on the device, after a first run."""
-    work()
-    machine.settle()
-    start = time.monotonic()
-    for _ in range(repeats):
-        work()
-    machine.settle()
-    return (time.monotonic() - start) / repeats
-
-
-def fused(machine: Machine) -> Values:
+def fused(rank: int, machine: Machine) -> Values:
     """Correct the variance of a fused AdamW, and compare it with one that is not fused."""
-    return {"losses differ by": on_ranks(2, _fused, machine)[0]}
-
-
-def _fused(rank: int, machine: Machine) -> float:
     options = {"sync": LocalSGD(every=2), "variance_correction": True}
     makes = [partial(torch.optim.AdamW, lr=1e-3, fused=fused) for fused in (True, False)]
     found = [train(rank, machine, SMALL, 2, 1, options, 6, optimizer=make)["losses"] for make in makes]
-    return same(*found)
+    return {"losses differ by": same(*found)}
 
 
 def checkpoint(machine: Machine) -> Values:
     """Save two stages separately, and continue in one process as they do."""
-    whole = on_ranks(2, _save, machine)[0]
-    (resumed,) = on_ranks(1, _go_on, machine)
+    whole = on_ranks(2, _checkpointed, machine, 2, None)[0]
+    (resumed,) = on_ranks(1, _checkpointed, machine, 1, str(machine.folder / "parts.ckpt"))
     return {"losses differ by": same(resumed, whole[-len(resumed) :])}
 
 
-def _save(rank: int, machine: Machine) -> list[float]:
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.global_step == 4:
-                trainer.save_checkpoint(machine.folder / "parts.ckpt")
-
-    return _checkpointed(machine, 2, Saves(), None)
-
-
-def _go_on(rank: int, machine: Machine) -> list[float]:
-    return _checkpointed(machine, 1, L.Callback(), str(machine.folder / "parts.ckpt"))
-
-
-def _checkpointed(machine: Machine, stages: int, callback: L.Callback, path: str | None) -> list[float]:
-    losses: list[float] = []
-
-    class Notes(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *_: Any) -> None:
-            losses.append(float(outputs["loss"]))
-
+def _checkpointed(rank: int, machine: Machine, stages: int, path: str | None) -> list[float]:
+    """Return the losses of eight steps, or of those after the checkpoint ``path``; save one after the fifth step."""
+    watch, saves = Watch(machine, 8), ModelCheckpoint(machine.folder, "parts", every_n_train_steps=5)
     strategy = ours(machine, stages, stages, num_micro_batches=2, save_distributed_checkpoint=True)
-    trainer = trainer_of(machine, strategy, stages, max_steps=8, callbacks=[Notes(), callback])
+    options: dict[str, Any] = {"max_steps": 8, "callbacks": [watch, saves], "enable_checkpointing": True}
+    trainer = trainer_of(machine, strategy, stages, **options)
     trainer.fit(Trial(DRAWS.net(), adamw), loader(DRAWS.samples(8), DRAWS.batch), ckpt_path=path)
-    return losses
+    return list(watch.found()["losses"])
 
 
 # -------------------------------------------------------------- what does it cost
@@ -269,9 +231,7 @@ def bert(machine: Machine) -> Values:
     micro_batches = {1: 1, 2: 4, 4: 8}
     for stages, parts in micro_batches.items():
         options = {"num_micro_batches": parts}
-        found[f"{stages} × 1"] = on_ranks(
-            stages, train, machine, kind, stages, stages, options, steps, "bf16-mixed", adamw
-        )
+        found[f"{stages} × 1"] = on_ranks(stages, train, machine, kind, stages, stages, options, steps, "bf16-mixed")
     values = _costs(found)
     if machine.device == "cuda":
         largest = max(each["MiB"] for each in found["4 × 1"])
@@ -301,32 +261,27 @@ def _bare(rank: int, machine: Machine, kind: Kind, stages: int, parts: int, step
     layers = list(replace(kind, sizes={**kind.sizes, "tied": False}).net())  # type: ignore[call-overload]
     cuts = [round(len(layers) * number / stages) for number in range(stages + 1)]
     part = nn.Sequential(*layers[cuts[rank] : cuts[rank + 1]]).to(device)
-    stage = pipelining.PipelineStage(part, rank, stages, device)
-    schedule = pipelining.Schedule1F1B(stage, parts, loss_fn=loss_of)
-    optimizer = adamw(part.parameters())
+    train_step, start = language_step(part, device, parts, adamw(part.parameters())), 0.0
     tokens = kind.samples(1).pool[0][: kind.batch].to(device)
-    start = 0.0
     for step in range(steps):
         if step == steps - steps // 2:
             machine.settle()
             start = time.monotonic()
-        optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16):
-            schedule.step(*([tokens] if rank == 0 else []), target=tokens if rank == stages - 1 else None)
-        optimizer.step()
+            train_step({"input_ids": tokens, "labels": tokens})
     machine.settle()
     return 1e3 * (time.monotonic() - start) / (steps // 2)
 
 
 ROWS = (
-    Row("the machine", about, 30),
-    Row("two stages on one device beside one process", two_stages, 45),
-    Row("two pipelines beside the same on the CPU", replicas, 90),
+    Row("the machine", partial(of_first, 1, about), 30),
+    Row("two stages on one device beside one process", lambda machine: two_stages(replace(machine, count=1)), 45),
+    Row("two pipelines beside the same on the CPU", partial(of_first, 2, replicas), 90),
     Row("no process but the ranks opens the device", rehearsal, 40, {UNSEEN: CONTEXT_MIB}),
     Row("stages over NCCL", nccl, 45),
     Row("ResNet-50, bf16-mixed", resnet, 75, {OVERHEAD: 0.03}),
     Row("BERT-base, bf16-mixed", bert, 90, {LARGEST_STAGE: 0.30}),
     Row("a pipeline is killed, and comes back", elastic.killed, 90),
     Row("a checkpoint in parts, on another mesh", checkpoint, 45),
-    Row("variance correction of a fused AdamW", fused, 45),
+    Row("variance correction of a fused AdamW", partial(of_first, 2, fused), 45),
 )

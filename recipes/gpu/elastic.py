@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from lightning_sdpipe import SDPipeStrategy
@@ -29,13 +27,10 @@ def killed(machine: Machine) -> Values:
         at = run.kill(STRUCK)
         run.start(STRUCK, work)
         _wait(run, lambda: len([each for each in steps(run, STRUCK) if each > at]) >= AFTER)
-    longest, usual = 0.0, []
-    for pipeline in set(range(PIPELINES)) - {STRUCK}:
-        stamps = steps(run, pipeline)
-        longest = max(longest, *(after - before for before, after in pairwise(stamps) if after > at))
-        usual += [after - before for before, after in pairwise(stamps) if after <= at]
+    others = [record for record in run.records() if record.pipeline != STRUCK]
+    usual, longest = pipelines.usual_and_longest(pipelines.spans(others, "step"), at)
     back = min(each for each in steps(run, STRUCK) if each > at) - at
-    return {"usual step, s": statistics.median(usual), "longest step of the others, s": longest, "back after, s": back}
+    return {"usual step, s": usual, "longest step of the others, s": longest, "back after, s": back}
 
 
 def steps(run: pipelines.Traces, pipeline: int) -> list[float]:

@@ -111,7 +111,7 @@ def bert(
 
 
 class Samples(Dataset[Any]):
-    """Samples that repeat a few in memory; a whole batch is taken at once.
+    """Samples that repeat a few in memory; loaders must take whole batches.
 
     Args:
         pool: inputs and labels of the few.
@@ -123,10 +123,6 @@ class Samples(Dataset[Any]):
 
     def __len__(self) -> int:
         return self.count
-
-    def __getitem__(self, index: int) -> Batch:
-        inputs, labels = self.pool
-        return inputs[index % len(inputs)], labels[index % len(labels)]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         chosen = torch.tensor(indices) % len(self.pool[0])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.gpu.running import Machine
+from recipes.suites.grid import shown
 
 Values = dict[str, Any]
 _DRY = 10
@@ -86,7 +87,7 @@ class Report:
 
 
 def _cells(outcome: Outcome) -> tuple[str, str, str, str]:
-    found = [f"{name} {_shown(value)}{_verdict(outcome, name)}" for name, value in outcome.values.items()]
+    found = [f"{name} {shown(value)}{_verdict(outcome, name)}" for name, value in outcome.values.items()]
     said = "; ".join([*found, *([outcome.reason] if outcome.reason else [])])
     return outcome.name, outcome.result, f"{outcome.seconds:.0f}", said.replace("|", "/").replace("\n", " ")
 
@@ -96,12 +97,6 @@ def _verdict(outcome: Outcome, name: str) -> str:
         return ""
     goal = outcome.goals[name]
     return f" ({'met' if outcome.values[name] <= goal else 'missed'}: at most {goal:g})"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return ", ".join(map(_shown, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def run(rows: Sequence[Row], machine: Machine, report: Report, seconds: float) -> None:
@@ -134,14 +129,10 @@ def attempt(row: Row, machine: Machine, log: Path) -> Outcome:
         outcome = {"result": "failed", "reason": f"its process ended with status {process.exitcode}"}
     finally:
         assert process.pid is not None
-        _end(process.pid)
+        with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
     return Outcome(row.name, seconds=time.monotonic() - began, goals=dict(row.goals), **outcome)
-
-
-def _end(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
-        os.killpg(group, signal.SIGKILL)
 
 
 def _try(row: Row, machine: Machine, log: Path, send: Connection) -> None:

@@ -217,9 +217,4 @@ def fit(
 
 def loader(samples: Samples, batch: int) -> DataLoader[Any]:
     """Return a loader of whole batches."""
-    return DataLoader(samples, batch, drop_last=True, collate_fn=as_it_is)
-
-
-def as_it_is(batch: Any) -> Any:
-    """Return ``batch``, which the data set has already collated."""
-    return batch
+    return DataLoader(samples, batch, drop_last=True, collate_fn=lambda whole: whole)

@@ -14,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_sdpipe import AllReduce, NoSync
 from lightning_sdpipe.heterogeneity.speed import name_of
-from recipes.gpu.checks import resnet50, seconds
+from recipes.gpu.checks import free_bytes, resnet50
 from recipes.gpu.models import Kind, batch_of
 from recipes.gpu.rows import Row, Values
 from recipes.gpu.running import Machine, Trial, Watch, ddp, fit, loader, on_ranks, ours, sgd, trainer_of
@@ -61,7 +62,7 @@ def shares(machine: Machine, kind: Kind, parts: Sequence[float], length: float |
     """Give each process its part of a device within the context. For pauses, ``length`` is the seconds of a step on a
     whole device, if known: trainings that are compared need the same."""
     nothing: list[dict[str, str]] = [{} for _ in parts]
-    if len(set(on_ranks(1, _names, machine)[0])) > 1:
+    if machine.device != "cpu" and len(set(on_ranks(1, _names, machine)[0])) > 1:
         yield Shares("unlike devices", nothing, [0.0] * len(parts))
         return
     with mps(machine) as environment:
@@ -77,7 +78,7 @@ def shares(machine: Machine, kind: Kind, parts: Sequence[float], length: float |
 
 
 def _names(rank: int, machine: Machine) -> list[str]:
-    return [name_of(device) for device in machine.devices(machine.count)] if machine.device != "cpu" else []
+    return [name_of(device) for device in machine.devices(machine.count)]
 
 
 def _step_seconds(rank: int, machine: Machine, kind: Kind) -> float:
@@ -126,8 +127,13 @@ def _is_served(machine: Machine, environment: Mapping[str, str]) -> bool:
 
 
 def _product_seconds(rank: int, machine: Machine) -> float:
-    square = torch.rand(4096, 4096, device=machine.devices(1)[0])
-    return seconds(lambda: square @ square, machine)
+    square, starts = torch.rand(4096, 4096, device=machine.devices(1)[0]), []
+    for repeats in (1, 5):  # the first does not count
+        starts.append(time.monotonic())
+        for _ in range(repeats):
+            torch.mm(square, square)
+        machine.settle()
+    return (time.monotonic() - starts[-1]) / repeats
 
 
 def epochs(method: str, pattern: str, machine: Machine) -> Values:
@@ -135,7 +141,7 @@ def epochs(method: str, pattern: str, machine: Machine) -> Values:
     methods timed before."""
     kind = resnet50(machine)
     if machine.device == "cuda":
-        memory = on_ranks(1, _memory, machine)[0]
+        memory = on_ranks(1, free_bytes, machine)[0]
         kind = replace(kind, batch=batch_of(replace(kind, batch=128), memory, 0.8 * machine.count / RANKS))
     file = machine.folder / f"shares-{'-'.join(map(str, PATTERNS[pattern]))}.json"
     known: Values = json.loads(file.read_text()) if file.exists() else {}
@@ -161,15 +167,11 @@ def epochs(method: str, pattern: str, machine: Machine) -> Values:
     return values
 
 
-def _memory(rank: int, machine: Machine) -> int:
-    return torch.cuda.mem_get_info(machine.devices(1)[0])[0]
-
-
 def _length(ranks: Sequence[Mapping[str, Any]]) -> float:
     """Return the mean seconds of all epochs except the first, each from the first rank's beginning to the last one's
     end."""
-    each = [zip(*(rank["epochs"] for rank in ranks), strict=True)]
-    spans = [(min(begin for begin, _ in epoch), max(end for _, end in epoch)) for epoch in next(iter(each))]
+    epochs = zip(*(rank["epochs"] for rank in ranks), strict=True)
+    spans = [(min(begin for begin, _ in epoch), max(end for _, end in epoch)) for epoch in epochs]
     return float(statistics.mean(end - begin for begin, end in spans[1:]))
 
 

@@ -4,8 +4,8 @@ or have one each with a backend that orders messages as NCCL does."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.payloads import EightBit, OneBit
 from lightning_sdpipe.topology.groups import prepare_world
 from recipes.gpu import checks
-from recipes.gpu.rows import Row, Values, attempt
+from recipes.gpu.elastic import killed
+from recipes.gpu.rows import Row, attempt
 from recipes.gpu.running import Machine
 from tests import accelerator
 from tests.features.running import as_torchrun, quiet_trainer
@@ -242,18 +243,15 @@ class Fake(Machine):
         return super().devices(ranks)
 
 
-ROWS = (
-    *(checks.about, checks.two_stages, checks.replicas, checks.rehearsal),
-    *(checks.checkpoint, checks.fused),
-)
+NOT_HERE = (checks.nccl, checks.resnet, checks.bert, killed)
 
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("work", ROWS, ids=lambda work: work.__name__)
-def test_what_is_tried_on_a_gpu_passes(work: Callable[[Machine], Values], tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", [row for row in checks.ROWS if row.work not in NOT_HERE], ids=lambda row: row.name)
+def test_what_is_tried_on_a_gpu_passes(row: Row, tmp_path: Path) -> None:
     machine = Fake(accelerator.NAME, 1, tmp_path, dry=True, accelerator=accelerator.Fake())
-    outcome = attempt(Row("", work, 1800.0), machine, tmp_path / "log")
+    outcome = attempt(replace(row, seconds=1800.0), machine, tmp_path / "log")
     assert outcome.result == "passed", f"{outcome.details}\n{(tmp_path / 'log').read_text()[-3000:]}"
 
 

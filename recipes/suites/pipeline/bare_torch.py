@@ -19,10 +19,10 @@ from transformers import BertConfig, BertForMaskedLM
 
 from lightning_sdpipe.partition.chain import find_chains
 from lightning_sdpipe.partition.plan import cut
-from recipes.baselines.references import language_step
+from recipes.baselines.pipelining import language_step
 from recipes.harness.processes import run_processes
 from recipes.suites.grid import Ratios, Row, compared, ratios, versus
-from recipes.suites.stages import TRAINING, open_pipeline, open_stage
+from recipes.suites.stages import CPU, TRAINING, open_pipeline, open_stage
 
 BLOCKS = ("model.bert.embeddings", "model.bert.encoder.layer.*", "model.cls")
 VOCABULARY = 1024
@@ -86,7 +86,7 @@ def measure(
         batch = random_batch(samples * num_micro_batches, sequence, seed)
         runtimes = {
             "ours": _ours(MaskedLM(hidden_size, sequence, seed), batch, num_micro_batches),
-            "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), hidden_size, batch, num_micro_batches),
+            "bare torch": _bare_torch(MaskedLM(hidden_size, sequence, seed), num_micro_batches),
         }
         _warm_up(runtimes, batch)
         return compared({name: partial(_timed, step, batch, steps) for name, step in runtimes.items()}, repeats)
@@ -127,11 +127,11 @@ def _ours(module: MaskedLM, batch: Batch, num_micro_batches: int) -> TrainStep:
     return step
 
 
-def _bare_torch(module: MaskedLM, hidden_size: int, batch: Batch, num_micro_batches: int) -> TrainStep:
+def _bare_torch(module: MaskedLM, num_micro_batches: int) -> TrainStep:
     chain = next(find_chains(module, BLOCKS))
     span = cut(len(chain), dist.get_world_size())[dist.get_rank()]
-    submodule = nn.Sequential(*[module.get_submodule(chain[block]) for block in span])
-    return language_step(submodule, hidden_size, VOCABULARY, batch, num_micro_batches, LEARNING_RATE)
+    part = nn.Sequential(*[module.get_submodule(chain[block]) for block in span])
+    return language_step(part, CPU, num_micro_batches, torch.optim.SGD(part.parameters(), LEARNING_RATE))
 
 
 def _warm_up(runtimes: dict[str, TrainStep], batch: Batch) -> None:
