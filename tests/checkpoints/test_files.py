@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,13 @@ from lightning_sdpipe.checkpoints.files import WholeFiles
 from lightning_sdpipe.errors import ConfigurationError, NotWrittenError, WorkerFailedError
 from lightning_sdpipe.topology.groups import ProcessGroups
 from lightning_sdpipe.topology.mesh import Mesh, OnePipeline
+from tests.disks import disk_of
 from tests.patience import limit
 from tests.workers import run_workers
 
 
 def checkpoint(size: int) -> dict[str, Any]:
     return {"state_dict": {"weight": torch.ones(size)}, "epoch": size}
-
-
-@contextmanager
-def disk_of(size: int) -> Iterator[None]:
-    """No file may become longer: the kernel refuses it, as where there is no space."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def names(directory: Path) -> list[str]:
@@ -127,6 +117,11 @@ class Writers:
         made.publisher = One()
         return made
 
+    def succeed(self, path: Path, size: int) -> None:
+        """The second one writes."""
+        self.now = 2
+        self.files(2).save_checkpoint(checkpoint(size), path)
+
 
 class Stopped:
     """What is being packed when its process is stopped, and wakes when its successor has written."""
@@ -143,11 +138,7 @@ def test_who_wakes_up_late_writes_nothing_into_what_its_successor_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers, path = Writers(monkeypatch), tmp_path / "last.ckpt"
-
-    def successor() -> None:
-        writers.now = 2
-        writers.files(2).save_checkpoint(checkpoint(20_000), path)
-
+    successor = partial(writers.succeed, path, 20_000)
     with pytest.raises(WorkerFailedError, match="replaced"):
         writers.files(1).save_checkpoint({**checkpoint(10_000), "late": Stopped(successor)}, path)
     assert names(tmp_path) == ["last.ckpt"]
@@ -159,13 +150,8 @@ def test_who_is_stopped_between_being_allowed_and_renaming_finds_nothing_to_rena
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers, path = Writers(monkeypatch), tmp_path / "last.ckpt"
-
-    def successor() -> None:
-        writers.now = 2
-        writers.files(2).save_checkpoint(checkpoint(20), path)
-
     with pytest.raises(FileNotFoundError):
-        writers.files(1, during=successor).save_checkpoint(checkpoint(10), path)
+        writers.files(1, during=partial(writers.succeed, path, 20)).save_checkpoint(checkpoint(10), path)
     assert names(tmp_path) == ["last.ckpt"]
     assert WholeFiles().load_checkpoint(path, weights_only=True)["epoch"] == 20
 
@@ -245,7 +231,7 @@ def _save(rank: int, path: Path, asynchronous: bool) -> list[str]:
 
     save(10)
     message = ""
-    with disk_of(50_000 if rank == 1 else resource.RLIM_INFINITY):
+    with disk_of(50_000) if rank == 1 else nullcontext():
         try:
             save(100_000)
         except BaseException as error:  # as torch's CheckpointException is

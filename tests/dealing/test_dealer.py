@@ -162,16 +162,20 @@ def test_the_next_segment_and_another_run_begin_anew_and_late_asks_are_still_ans
     assert brief(desk.ask(0)) == [(0, 0, 0, 1)], "a run that begins anew does not wait for the end of another"
 
 
-def test_what_a_pipeline_returns_is_trained_by_others() -> None:
-    desk = Desk(2, stages=2, segment=Segment(1, 0, 0, 4))
+@pytest.mark.parametrize(
+    "told", [[Done(2, 1.0), Done(1, 1.0)], [Done(2, 1.0, loose=1)]], ids=["of one stage", "only in its own model"]
+)
+def test_what_a_pipeline_returns_is_trained_by_others(told: list[Done]) -> None:
+    """Its second batch is one that only one of its stages has trained, or that only the lost model has."""
+    desk = Desk(2, stages=len(told), segment=Segment(1, 0, 0, 4))
     desk.begin()
     desk.ask(1, 1)  # its second lease
-    for stage, batches in ((0, 2), (1, 1)):
-        desk.dealer.on(Trained(Worker(stage, 1), desk.segment, Done(batches, 1.0)), 2.0)
+    for stage, done in enumerate(told):
+        desk.dealer.on(Trained(Worker(stage, 1), desk.segment, done), 2.0)
     desk.dealer.on(Returned(1), 2.0)
     got = [lease for batches in range(1, 7) for lease in desk.ask(0, batches, 1.0, now=2.0 + batches)]
     trained = [(lease.home, number) for lease in got for number in range(lease.start, lease.stop)]
-    assert sorted(trained) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)], "one stage had trained its second only"
+    assert sorted(trained) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -273,14 +277,3 @@ def test_pipelines_may_have_unlike_numbers_of_stages() -> None:
         assert dealer.still_training() == [0, 1], "a batch counts when all stages have trained it"
     dealer.on(Trained(Worker(0, 1), segment, Done(1)), 1.0)
     assert dealer.still_training() == [0]
-
-
-def test_batches_that_only_a_lost_pipeline_had_in_its_model_are_dealt_again() -> None:
-    desk = Desk(2, segment=Segment(1, 0, 0, 4))
-    desk.begin()
-    desk.ask(1, 1)
-    desk.dealer.on(Trained(Worker(0, 1), desk.segment, Done(2, 1.0, loose=1)), 2.0)
-    desk.dealer.on(Returned(1), 2.0)
-    got = [lease for batches in range(1, 7) for lease in desk.ask(0, batches, 1.0, now=2.0 + batches)]
-    trained = [(lease.home, number) for lease in got for number in range(lease.start, lease.stop)]
-    assert sorted(trained) == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]

@@ -275,6 +275,18 @@ class Bare(Regression):
         return (batch[0] @ self.weight - batch[1]).square().mean()
 
 
+class UnfreezingWithin(Regression):
+    """In an epoch, and between two steps whose gradients may be accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[:3].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.net[:3].requires_grad_(True)
+
+
 class Normalised(Regression):
     """With statistics that DDP takes from one process, and that are averaged here."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sdpipe import AllReduce, Exchange, SDPipeStrategy
 from lightning_sdpipe.exchange.payloads import OneBit
 from lightning_sdpipe.worker.training import Training
-from tests.features.programs import Quasi, Sharp
+from tests.features.programs import Quasi, Sharp, UnfreezingWithin
 from tests.features.running import (
     Outcome,
     Regression,
@@ -178,16 +178,6 @@ class ClippingTwice(Regression):
             self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
-class UnfreezingAmidst(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.net[0].requires_grad_(True)
-
-
 class Overriding(Regression):
     """Uses the hooks that users override around an optimizer step."""
 
@@ -347,7 +337,7 @@ def test_what_a_pipeline_cannot_step_is_refused(tmp_path: Path) -> None:
         (Fused, _BY_ITSELF, {}, {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}),
         (ClippingElsewhere, _CLIP, {"schedule": "pipedream"}, {}),
         (ClippingTwice, _TWICE, {"schedule": "pipedream"}, {}),
-        (UnfreezingAmidst, _AMIDST, {"schedule": "pipedream"}, {"accumulate_grad_batches": 2}),
+        (UnfreezingWithin, _AMIDST, {"schedule": "pipedream"}, {"accumulate_grad_batches": 2}),
         (ByLoss, _BY_LOSS, {"num_stages": 1, "sync": AllReduce()}, {}),
         (ByLoss, _BY_LOSS, {"sync": AllReduce()}, {}),
         (Manual, _MANUAL, {}, {}),

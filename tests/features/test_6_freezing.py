@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sdpipe import AllReduce, SDPipeStrategy, SemiDecentralized
 from lightning_sdpipe.loop import finetuning
+from tests.features.programs import UnfreezingWithin
 from tests.features.running import (
     Regression,
     assert_same,
@@ -55,16 +56,6 @@ class Adding(Unfreezing):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net[3].parameters(), lr=0.1)
-
-
-class UnfreezingWithin(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[:3].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.net[:3].requires_grad_(True)
 
 
 class Freezing(Regression):

@@ -16,16 +16,17 @@ from torch.utils.data import Dataset
 
 
 class Numbered(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that say which they are; ``beside`` gives their second feature."""
+    """Samples that say which they are; their second feature is ``beside``, or what it gives."""
 
-    def __init__(self, size: int, beside: Callable[[int], float] | None = None) -> None:
+    def __init__(self, size: int, beside: Callable[[int], float] | float = 0.5) -> None:
         self.size, self.beside = size, beside
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor([index / self.size, self.beside(index) if self.beside else 0.5]), torch.tensor(index)
+        beside = self.beside(index) if callable(self.beside) else self.beside
+        return torch.tensor([index / self.size, beside]), torch.tensor(index)
 
 
 class Slow(nn.Module):

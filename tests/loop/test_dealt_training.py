@@ -106,7 +106,7 @@ def train(
         **{"enable_checkpointing": bool(callbacks), **options},
     )
     size = batches * BATCH * len(factors) // stages
-    loader = DataLoader(Numbered(size, drawn if draws else None), BATCH, shuffle=True, num_workers=workers)
+    loader = DataLoader(Numbered(size, drawn if draws else 0.5), BATCH, shuffle=True, num_workers=workers)
     trainer.fit(Model(seconds), loader, DataLoader(Numbered(8, drawn), BATCH), ckpt_path=ckpt_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -57,31 +58,22 @@ def test_without_a_word_of_anybody_the_youngest_goes_later() -> None:
     assert tries([0, 1, 2], [(0, 1)], said=False) == [(UNEXPLAINED, (1, []))]
 
 
-def test_who_reaches_the_other_after_all_stays() -> None:
+@pytest.mark.parametrize(
+    ("missed", "waited", "every", "epochs"),
+    [
+        pytest.param(lambda number: [1] * (number % EPOCHS > 0), True, 2 * IN_A_ROW, 20, id="it is reached after all"),
+        pytest.param(lambda number: [1], True, 0.1 * TRIED_FOR / 20, 20, id="epochs follow at once"),
+        pytest.param(lambda number: [], False, EVERY, 40, id="exchanges break off, and none is missed"),
+        pytest.param(lambda number: [7], True, EVERY, 2 * EPOCHS, id="who is missed is gone"),
+    ],
+)
+def test_nobody_is_put_out_without_a_reason(
+    missed: Callable[[int], list[int]], waited: bool, every: float, epochs: int
+) -> None:
     reach = Reach(60.0)
-    for number in range(20):
-        if number % EPOCHS:
-            reach.misses(0, [1])
-        assert reach.found_none([0, 1], [0, 1], True, 2 * IN_A_ROW * number) is None
-
-
-def test_epochs_that_follow_at_once_do_not_count() -> None:
-    reach = Reach(60.0)
-    for number in range(20):
-        reach.misses(0, [1])
-        assert reach.found_none([0, 1], [0, 1], True, 0.1 * TRIED_FOR * number / 20) is None
-
-
-def test_exchanges_that_break_off_put_nobody_out_unless_somebody_is_missed() -> None:
-    reach = Reach(60.0)
-    assert {reach.found_none([0, 1], [0, 1], False, EVERY * number) for number in range(40)} == {None}
-
-
-def test_who_is_gone_is_missed_by_nobody() -> None:
-    reach = Reach(60.0)
-    for number in range(2 * EPOCHS):
-        reach.misses(0, [7])
-        assert reach.found_none([0, 1], [0, 1], True, EVERY * number) is None
+    for number in range(epochs):
+        reach.misses(0, missed(number))
+        assert reach.found_none([0, 1], [0, 1], waited, every * number) is None
 
 
 def test_who_was_put_out_is_let_in_after_pauses_that_double() -> None:

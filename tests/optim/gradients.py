@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam
 
 ADAMS: dict[str, Callable[..., Any]] = {
     "adam": partial(Adam, foreach=False, weight_decay=0.1),
@@ -19,6 +19,19 @@ ADAMS: dict[str, Callable[..., Any]] = {
     "adamw": partial(AdamW, foreach=False, weight_decay=0.1),
     "adamw-fused": partial(AdamW, fused=True, weight_decay=0.1),
 }
+FAMILY: dict[str, Callable[..., Any]] = {
+    **ADAMS,
+    "adamw-foreach": partial(AdamW, foreach=True, weight_decay=0.1),
+    "nadam": partial(NAdam, foreach=True),
+    "nadam-decoupled": partial(NAdam, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": partial(RAdam, foreach=True, weight_decay=0.1),
+}
+"""Whose variance can be corrected."""
+FREEZABLE: dict[str, Callable[..., Any]] = {
+    **ADAMS,
+    "adamw-tensor-lr": lambda params, lr: AdamW(params, lr=torch.tensor(lr), foreach=False),
+}
+"""Whose variance can be frozen."""
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -9,16 +9,60 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW
+from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sdpipe.optim import FrozenVariance, VarianceCorrection
 from lightning_sdpipe.optim.wrapper import OptimizerWrapper
-from tests.optim.gradients import parameters, run
+from tests.optim.gradients import FAMILY, FREEZABLE, parameters, run
 
 Wrap = Callable[[Adam], OptimizerWrapper]
 WRAPPERS = pytest.mark.parametrize(
     "wrap", [partial(VarianceCorrection, num_workers=2), partial(FrozenVariance, after=1)], ids=["corrected", "frozen"]
 )
+
+
+def assert_equal(one: list[nn.Parameter], other: list[nn.Parameter], optimizers: tuple[Optimizer, Optimizer]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+        for key, value in optimizers[0].state[a].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizers[1].state[b][key])), key
+
+
+CORRECTED = [(partial(VarianceCorrection, num_workers=1), make, 12) for make in FAMILY.values()]
+FROZEN = [(partial(FrozenVariance, after=8), make, 8) for make in FREEZABLE.values()]
+
+
+@pytest.mark.parametrize(("wrap", "make", "steps"), CORRECTED + FROZEN, ids=[*FAMILY, *FREEZABLE])
+def test_where_there_is_nothing_to_change_it_is_bit_equal_to_the_wrapped_optimizer(
+    wrap: Wrap, make: Callable[..., Adam], steps: int
+) -> None:
+    """With one worker, and until it freezes."""
+    bare, wrapped = parameters(), parameters()
+    reference, optimizer = make(bare, lr=0.01), wrap(make(wrapped, lr=0.01))
+    run(reference, bare, range(steps))
+    run(optimizer, wrapped, range(steps))
+    assert_equal(bare, wrapped, (reference, optimizer))
+
+
+@pytest.mark.parametrize("stop", [3, 5, 9])
+@pytest.mark.parametrize(
+    ("wrap", "make"),
+    [
+        *((partial(VarianceCorrection, num_workers=4), make) for make in FAMILY.values()),
+        *((partial(FrozenVariance, after=5), make) for make in FREEZABLE.values()),
+    ],
+    ids=[*FAMILY, *FREEZABLE],
+)
+def test_resumes_exactly_from_its_state(wrap: Wrap, make: Callable[..., Adam], stop: int) -> None:
+    straight, resumed = parameters(), parameters()
+    reference, first = wrap(make(straight, lr=0.01)), wrap(make(resumed, lr=0.01))
+    run(reference, straight, range(14))
+    run(first, resumed, range(stop))
+    saved = copy.deepcopy(first.state_dict())
+    second = wrap(make(resumed, lr=9.0))
+    second.load_state_dict(saved)
+    run(second, resumed, range(stop, 14))
+    assert_equal(straight, resumed, (reference, second))
 
 
 @WRAPPERS

@@ -27,12 +27,8 @@ def with_batch() -> tuple[nn.Module, Tensor]:
     return Model(), torch.ones(2, 3)
 
 
-class Looking(L.LightningModule):
+class Looking(Model, L.LightningModule):
     """Its step looks at the Trainer, and at the learning rate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         assert self.trainer.training

@@ -15,16 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
-from lightning_sdpipe.errors import ConfigurationError
 from recipes import bench
 from recipes.harness.processes import run_processes
-from recipes.suites import pipeline
 from recipes.suites.grid import ratio
 from tests.own_session import script
-from tests.recipes.composed import parameters_of
 
 ROOT = Path(__file__).parents[2]
 SUITES = sorted(file.stem for file in (ROOT / "conf/suite").glob("*.yaml"))
@@ -69,11 +65,6 @@ def test_the_app_prints_tables_and_writes_the_file(tmp_path: Path) -> None:
     }
 
 
-def test_an_unknown_part_is_refused_before_any_is_measured() -> None:
-    with pytest.raises(ConfigurationError, match="'bubble' is not a part of suite=pipeline; there are bare_torch, "):
-        pipeline.run(**parameters_of("pipeline", "suite.only=[memory,bubble]"))
-
-
 def test_a_goal_is_met_from_its_own_side() -> None:
     value = ratio([3.0, 1.0, 2.0], 1.5, "a over b")
     assert bench.is_met("speed/4", value, {"memory"})
@@ -97,12 +88,6 @@ def test_rows_of_the_same_columns_share_an_aligned_table() -> None:
     assert tables == "what  ms\na     1.23\nlong  12346\n\nwhat  mib\nb     2"
 
 
-def _sum_of_ranks(rank: int, add: int) -> float:
-    total = torch.tensor(float(rank + add))
-    dist.all_reduce(total)
-    return float(total)
-
-
 def _raise(rank: int) -> None:
     if rank == 1:
         raise ValueError("this one")
@@ -117,11 +102,6 @@ def _die(rank: int) -> None:
 
 def _sleep(rank: int) -> None:
     time.sleep(60)
-
-
-@pytest.mark.distributed
-def test_processes_are_connected() -> None:
-    assert run_processes(3, _sum_of_ranks, 1, timeout=50) == [6.0, 6.0, 6.0]
 
 
 @pytest.mark.distributed

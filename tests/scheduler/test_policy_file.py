@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lightning_sdpipe.policies.phd_psgd import PHDPSGD
 from lightning_sdpipe.policies.policy import PolicyConfig
 from lightning_sdpipe.policies.semi_decentralized import SemiDecentralized
 from lightning_sdpipe.scheduler import policy_file
+from tests.disks import disk_of
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,8 @@ def test_no_file(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     """Who comes later need not write; the first one has to, and says so."""
     policy_file.offer(tmp_path / "policy.json", NoSync())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
+    with disk_of(0):
         policy_file.offer(tmp_path / "policy.json", NoSync())
         with pytest.raises(ConfigurationError, match=r"other.json cannot be written \(File too large\)"):
             policy_file.offer(tmp_path / "other.json", NoSync())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in tmp_path.iterdir()] == ["policy.json"]

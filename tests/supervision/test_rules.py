@@ -51,6 +51,12 @@ def lines(decisions: list[Decision]) -> list[str]:
     return [decision.line for decision in decisions if isinstance(decision, Say)]
 
 
+def ends(made: Rules, pipeline: int, now: float, code: int = KILLED) -> list[Decision]:
+    """Both of its processes end: what is decided when the second one has."""
+    made.on(ProcessEnded(pipeline, 1, code), now)
+    return made.on(ProcessEnded(pipeline, 0, code), now)
+
+
 def test_the_beginning() -> None:
     made = Rules(Settings(2, 2))
     assert made.on(None, 0.0) == [Launch(0, 0), Launch(1, 0)]
@@ -112,24 +118,20 @@ def test_delays_double_until_it_trains_again() -> None:
     made, delays = training(2, restarts=20), []
     for turn in range(9):
         now = waited = 100.0 * (turn + 1)
-        made.on(ProcessEnded(1, 0, KILLED), now)
-        launched = made.on(ProcessEnded(1, 1, KILLED), now)
+        launched = ends(made, 1, now)
         while not any(isinstance(decision, Launch) for decision in launched):
             waited += 1
             launched = made.on(None, waited)
         delays.append(waited - now)
     assert delays == [0, 0, 1, 2, 4, 8, 16, 30, 30]
     made.on(seen(at=2000.0, lives={0: 0, 1: 5}), 2000.0)
-    made.on(ProcessEnded(1, 1, KILLED), 2000.0)
-    assert Launch(1, 10) in made.on(ProcessEnded(1, 0, KILLED), 2000.0)
+    assert Launch(1, 10) in ends(made, 1, 2000.0)
 
 
 def test_a_budget_that_is_used_up_takes_one_pipeline_out_of_the_run() -> None:
     made = training(2, restarts=1)
-    for _ in range(2):
-        made.on(ProcessEnded(1, 1, KILLED), 10.0)
-        decisions = made.on(ProcessEnded(1, 0, KILLED), 10.0)
-    assert decisions == [Say("pipeline 1 is given up: its budget of 1 restarts is used up")]
+    ends(made, 1, 10.0)
+    assert ends(made, 1, 10.0) == [Say("pipeline 1 is given up: its budget of 1 restarts is used up")]
     for stage in (0, 1):
         assert made.code is None
         assert made.on(ProcessEnded(0, stage, 0), 20.0) == []
@@ -138,8 +140,7 @@ def test_a_budget_that_is_used_up_takes_one_pipeline_out_of_the_run() -> None:
 
 def test_too_few_pipelines_end_the_run_by_name() -> None:
     made = training(3, restarts=0, min_pipelines=3)
-    made.on(ProcessEnded(1, 1, KILLED), 10.0)
-    decisions = made.on(ProcessEnded(1, 0, KILLED), 10.0)
+    decisions = ends(made, 1, 10.0)
     assert "the run ends: 2 of 3 pipelines are left, and it needs 3 (--min-pipelines)" in lines(decisions)
     assert [d for d in decisions if isinstance(d, Stop)] == [Stop(0, TERM), Stop(2, TERM)]
     for pipeline, stage in ((0, 1), (0, 0), (2, 1), (2, 0)):
@@ -214,26 +215,20 @@ def test_a_scheduler_that_does_not_answer_at_the_end() -> None:
 def test_what_is_not_back_when_the_others_have_finished_does_not_begin_anew() -> None:
     made = training(3, first_delay=100.0)
     for _ in range(2):  # pipeline 2 fails again before it trains, and waits for its time
-        made.on(ProcessEnded(2, 1, KILLED), 10.0)
-        made.on(ProcessEnded(2, 0, KILLED), 10.0)
-    made.on(ProcessEnded(1, 1, KILLED), 11.0)
-    assert Launch(1, 1) in made.on(ProcessEnded(1, 0, KILLED), 11.0)
-    made.on(ProcessEnded(2, 1, KILLED), 11.5)
-    assert Launch not in map(type, made.on(ProcessEnded(2, 0, KILLED), 11.5))
-    made.on(ProcessEnded(0, 1, 0), 12.0)
-    assert lines(made.on(ProcessEnded(0, 0, 0), 12.0)) == ["pipeline 2 does not start again: the training is over"]
+        ends(made, 2, 10.0)
+    assert Launch(1, 1) in ends(made, 1, 11.0)
+    assert Launch not in map(type, ends(made, 2, 11.5))
+    assert lines(ends(made, 0, 12.0, 0)) == ["pipeline 2 does not start again: the training is over"]
     late = made.on(seen(at=12.1, ever=[0, 1, 2]), 12.2)
     assert late == [Say("pipeline 1 comes too late: the training is over"), Stop(1, TERM)]
     assert made.on(None, 42.2) == [Stop(1, signal.SIGKILL)]
-    made.on(ProcessEnded(1, 1, KILLED), 50.0)
-    assert made.on(ProcessEnded(1, 0, KILLED), 50.0) == []
+    assert ends(made, 1, 50.0) == []
     assert made.code == 0
 
 
 def test_the_last_line_says_what_losses_have_cost() -> None:
     made = training(2)
-    for stage in (1, 0):
-        made.on(ProcessEnded(1, stage, KILLED), 10.0)
+    ends(made, 1, 10.0)
     made.on(seen(0, at=26.0, lives={1: 7}, update=90), 26.0)
     said = [line for p in (0, 1) for stage in (1, 0) for line in lines(made.on(ProcessEnded(p, stage, 0), 30.0))]
     assert said == ["pipelines were lost 1 time and came back 1 time, after 16.0 s in all"]
@@ -242,12 +237,10 @@ def test_the_last_line_says_what_losses_have_cost() -> None:
 
 def test_what_trains_when_another_finishes_is_left_alone() -> None:
     made = training(2)
-    made.on(ProcessEnded(0, 1, 0), 12.0)
-    made.on(ProcessEnded(0, 0, 0), 12.0)
+    ends(made, 0, 12.0, 0)
     assert made.on(seen(1, at=12.1), 12.2) == []
     assert made.on(seen(at=12.4), 12.5) == [], "it has left, and tidies up"
-    made.on(ProcessEnded(1, 1, 0), 13.0)
-    made.on(ProcessEnded(1, 0, 0), 13.0)
+    ends(made, 1, 13.0, 0)
     assert made.code == 0
 
 

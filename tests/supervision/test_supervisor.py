@@ -7,7 +7,6 @@ import fcntl
 import io
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from lightning_sdpipe.scheduler.server.server import Endpoint
 from lightning_sdpipe.supervision.output import Log, Output, Terminal
 from lightning_sdpipe.supervision.rules import NO_MEMBERS, Seen, Settings
 from lightning_sdpipe.supervision.supervisor import Supervisor
+from tests.disks import disk_of
 from tests.patience import until
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +75,7 @@ def runs(directory: Path, pipeline: int, rank: int) -> str | None:
     """The process number of that rank, if it has said so and lives."""
     with suppress(OSError, ValueError):
         pid = str(json.loads((directory / f"runs-{pipeline}-{rank}").read_text())["pid"])
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            return pid
+        return pid if lives(int(pid)) else None
     return None
 
 
@@ -319,13 +318,9 @@ def test_a_log_on_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
     said: list[str] = []
     log = Log(tmp_path / "log", said.append)
     log.write(b"one")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6, limits[1]))
-    try:
+    with disk_of(6):
         for line in (b"two", b"three"):
             log.write(line)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     log.write(b"four")
     log.close()
     assert (tmp_path / "log").read_bytes() == b"one\ntw\n--- 2 lines could not be written ---\nfour\n"

@@ -67,6 +67,14 @@ def in_epoch(number: int, *pipelines: int, of: int, stores: Mapping[str, Store])
     return groups
 
 
+def assert_not_there(groups: EpochGroups, of: Group) -> None:
+    """That it is said soon that there are no process groups of its epoch."""
+    began = time.monotonic()
+    with pytest.raises(WorkerFailedError, match=f"epoch {of.epoch} is not there"):
+        groups.mean(of)
+    assert time.monotonic() - began < limit(10).total_seconds()
+
+
 def averaging(groups: EpochGroups, pipeline: int, traffic: Traffic, exchange: Exchange) -> Mover:
     """As training moves models."""
     nobody: Any = None
@@ -161,10 +169,7 @@ def test_what_an_exchange_that_broke_off_has_left_on_its_way_does_not_hold_up_th
                 finish(mover.start([torch.zeros(3)], group(1, 0, 1)))
         groups.give_up(group(1, 0, 1))
         groups.use(None)
-        began = time.monotonic()
-        with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
-            groups.mean(group(1, 0, 1))
-        assert time.monotonic() - began < limit(10).total_seconds()
+        assert_not_there(groups, group(1, 0, 1))
         groups.enter(epoch(2, 0, 1))
         tensor = torch.full((3,), float(pipeline))
         finish(groups.mean(group(2, 0, 1)).start([tensor], group(2, 0, 1)))
@@ -216,11 +221,8 @@ def test_a_group_that_is_not_made_is_not_waited_for_once_there_is_a_newer_epoch(
     groups = EpochGroups(Worker(0, 0), lambda name, cancelled: Nobody(), limit(60), Reports())
     groups.enter(epoch(1, 0, 1))
     threading.Timer(0.2, groups.enter, [epoch(2, 0)]).start()
-    began = time.monotonic()
     try:
-        with pytest.raises(WorkerFailedError, match="epoch 1 is not there"):
-            groups.mean(group(1, 0, 1))
-        assert time.monotonic() - began < limit(10).total_seconds()
+        assert_not_there(groups, group(1, 0, 1))
     finally:
         ends.set()
 
@@ -229,10 +231,7 @@ def test_who_is_left_alone_at_a_barrier_does_not_wait_for_a_process_group() -> N
     """The other one had come to it, and was gone when the first heard that."""
     groups = EpochGroups(Worker(0, 0), lambda name, cancelled: dist.HashStore(), limit(60), Reports())
     groups.enter(epoch(2, 0))
-    began = time.monotonic()
-    with pytest.raises(WorkerFailedError, match="epoch 2 is not there"):
-        groups.mean(group(2, 0, 1))
-    assert time.monotonic() - began < limit(10).total_seconds()
+    assert_not_there(groups, group(2, 0, 1))
 
 
 def test_a_member_that_begins_late_is_waited_for_as_long_as_a_transfer_may_take(

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_sdpipe import SDPipeStrategy, SDPipeWeightAveraging
 from lightning_sdpipe.policies import registry
@@ -26,6 +26,7 @@ from lightning_sdpipe.scheduler.log.event_log import read_log
 from lightning_sdpipe.worker.training import Phase
 from recipes.harness import pipelines, processes
 from tests import patience
+from tests.loop.numbered import Numbered, Slow
 from tests.patience import limit
 from tests.workers import listening
 
@@ -36,33 +37,14 @@ SECONDS = 0.02
 FINDING_OUT = 30.0  # seconds
 
 
-class Numbered(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that say which they are, with a number ``beside``."""
-
-    def __init__(self, size: int, beside: float = 1.0) -> None:
-        self.size, self.beside = size, beside
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.tensor([index / self.size, self.beside]), torch.tensor(index)
-
-
-class Slow(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            time.sleep(SECONDS / 2)
-        return x
-
-
 class Model(L.LightningModule):
     """Each pipeline initialises it differently, as no script should."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(int(os.environ["SDPIPE_PIPELINE"]))
-        self.net = nn.Sequential(nn.Linear(2, 8), Slow(), nn.BatchNorm1d(8), nn.Tanh(), Slow(), nn.Linear(8, 1))
+        one, two = Slow(SECONDS / 2), Slow(SECONDS / 2)
+        self.net = nn.Sequential(nn.Linear(2, 8), one, nn.BatchNorm1d(8), nn.Tanh(), two, nn.Linear(8, 1))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :1])
@@ -195,7 +177,7 @@ def fit(
         callbacks=[*callbacks, Diary(directory), *more, ModelCheckpoint(every_n_train_steps=10, save_top_k=-1)],
         **limits,
     )
-    data, seen = Numbered(samples, beside), Subset(Numbered(samples), range(16))
+    data, seen = Numbered(samples, beside), Subset(Numbered(samples, 1.0), range(16))
     trainer.fit(model(), DataLoader(data, BATCH, shuffle=True), DataLoader(seen, evaluated))
 
 
@@ -289,9 +271,9 @@ class ElasticRun(pipelines.Pipelines):
             for at, seen in pauses.items():
                 assert all(other == seen[0] for other in seen), (rank, at, seen)
 
-    def check_samples(self, samples: int = SAMPLES) -> None:
-        """None was lost in any epoch."""
-        trained = self.trained()
+    def check_samples(self, samples: int = SAMPLES, rank: int = 0) -> None:
+        """None was lost in any epoch, as this rank has trained them."""
+        trained = self.trained(rank)
         assert sorted(trained) == list(range(len(trained)))
         assert all(set(counts) == set(range(samples)) for counts in trained.values())
 
@@ -319,11 +301,11 @@ class ElasticRun(pipelines.Pipelines):
             method = SDPipeStrategy(**options).options.method
         assert policies == [getattr(method, "elastic_policy", method.policy)], policies
 
-    def trained(self) -> dict[int, Counter[int]]:
-        """How often each sample was trained in each epoch, by all."""
+    def trained(self, rank: int = 0) -> dict[int, Counter[int]]:
+        """How often each sample was trained in each epoch, by this rank of all pipelines."""
         found: dict[int, Counter[int]] = {}
         for pipeline in self.newest:
-            for rows in self.rows(pipeline):
+            for rows in self.rows(pipeline, rank):
                 for row in rows:
                     if "trained" in row:
                         found.setdefault(row["epoch"], Counter()).update(row["trained"])

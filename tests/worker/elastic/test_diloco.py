@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_sdpipe.exchange.options import Exchange
@@ -24,26 +22,24 @@ from lightning_sdpipe.exchange.payloads import EightBit, Full, OneBit
 from lightning_sdpipe.membership.members import Met
 from lightning_sdpipe.sync import DiLoCo, LocalSGD
 from lightning_sdpipe.sync.outer_rounds_averaging import meet
-from tests.worker.elastic.jobs import SAMPLES, Diary, ElasticRun, die_in, elastic_run, fit
+from recipes.harness import pipelines
+from tests.worker.elastic.jobs import SAMPLES, ElasticRun, die_in, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
 
-class Bases(Callback):
-    """Writes down each base that this process trains from, and the number of the round that has made it."""
+def note_bases() -> None:
+    """Write down each base that this process trains from, and the number of the round that has made it."""
+    diary, adopt = pipelines.Diary(), OuterState.adopt
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        adopt = OuterState.adopt
+    def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:
+        before = state.rounds
+        adopt(state, new, tensors, *sent)
+        digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.codec.state()))
+        made = state.rounds != before and bool(new.moved) and not new.received
+        diary.say(base=state.rounds, digest=digest, behind=bool(new.received), made=made)
 
-        def adopts(state: OuterState, new: NewBase, tensors: Sequence[Tensor], *sent: Any) -> None:
-            before = state.rounds
-            adopt(state, new, tensors, *sent)
-            digest = zlib.crc32(b"".join(tensor.numpy().tobytes() for tensor in state.codec.state()))
-            made = state.rounds != before and bool(new.moved) and not new.received
-            diary.say(base=state.rounds, digest=digest, behind=bool(new.received), made=made)
-
-        OuterState.adopt = adopts  # type: ignore[method-assign]
+    OuterState.adopt = adopts  # type: ignore[method-assign]
 
 
 PHASES = {"begun": ("make", False), "made": ("make", True), "adopted": ("adopt", True)}
@@ -55,7 +51,8 @@ def train(directory: Path, sync: Any, exchange: Exchange, phase: str = "", rank:
         name, after = PHASES[phase]
         die_in(OuterState, name, 3, after)
     os.environ["SDPIPE_HOST"] = "aab"[int(os.environ["SDPIPE_PIPELINE"])]
-    fit(directory, SAMPLES, {"sync": sync, "exchange": exchange}, more=[Bases()])
+    note_bases()
+    fit(directory, SAMPLES, {"sync": sync, "exchange": exchange})
 
 
 def check(run: ElasticRun, pipelines: list[int]) -> int:

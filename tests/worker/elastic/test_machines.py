@@ -7,40 +7,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-from lightning.pytorch.callbacks import Callback
 
 from lightning_sdpipe import Exchange
 from lightning_sdpipe.exchange.encoded_mean import EncodedMean
 from lightning_sdpipe.sync import LocalSGD
+from recipes.harness import pipelines
 from recipes.harness.processes import hook
-from tests.worker.elastic.jobs import SAMPLES, Diary, die_in, elastic_run, fit
+from tests.worker.elastic.jobs import SAMPLES, die_in, elastic_run, fit
 
 pytestmark = pytest.mark.distributed
 
 
-class Machines(Callback):
-    """Writes down by which machines this process averages, whenever these are others."""
+def note_machines() -> None:
+    """Write down by which machines this process averages, whenever these are others."""
+    diary, seen = pipelines.Diary(), list[list[Any]]([[]])
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        (diary,) = (each for each in trainer.callbacks if isinstance(each, Diary))  # type: ignore[attr-defined]
-        seen: list[list[Any]] = [[]]
+    def averages(mover: EncodedMean, *_: Any) -> None:
+        hosts = sorted(dict(mover.hosts).items())  # type: ignore[arg-type]
+        if hosts != seen[-1]:
+            seen.append(hosts)
+            diary.say(hosts=hosts)
 
-        def averages(mover: EncodedMean, *_: Any) -> None:
-            hosts = sorted(dict(mover.hosts).items())  # type: ignore[arg-type]
-            if hosts != seen[-1]:
-                seen.append(hosts)
-                diary.say(hosts=hosts)
-
-        hook(EncodedMean, "average", averages, after=True)
+    hook(EncodedMean, "average", averages, after=True)
 
 
 def train(directory: Path, host: str, sync: Any, exchange: Exchange, dies_in: int = 0) -> None:
     os.environ["SDPIPE_HOST"] = host
     if dies_in:
         die_in(EncodedMean, "_of_host", dies_in)  # when others of its group have begun to send
-    fit(directory, SAMPLES, {"sync": sync, "exchange": exchange}, more=[Machines()] if exchange != Exchange() else ())
+    note_machines()
+    fit(directory, SAMPLES, {"sync": sync, "exchange": exchange})
 
 
 def test_survivors_exchange_again_by_the_machines_that_are_left(tmp_path: Path) -> None:

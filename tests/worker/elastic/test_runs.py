@@ -35,6 +35,13 @@ from tests.worker.elastic.jobs import SAMPLES, ByHand, Diary, ElasticRun, Model,
 
 pytestmark = pytest.mark.distributed
 
+Work = Callable[..., None]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    return partial(fit, tmp_path, samples=SAMPLES, options={})
+
 
 @pytest.mark.parametrize(
     ("sync", "exchange", "model"),
@@ -149,8 +156,7 @@ def test_a_stage_is_killed_while_several_begin_together(tmp_path: Path, monkeypa
         assert {name for row in seen for name in row["state"]} == set(expected)
 
 
-def test_leaders_go_and_others_lead_on(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+def test_leaders_go_and_others_lead_on(tmp_path: Path, work: Work) -> None:
     with elastic_run(tmp_path, 1, 3, work=work) as run:
         run.wait_for_turns([0, 1, 2], 25)
         run.kill(0)  # the oldest, and of those that began together the first, leads
@@ -204,8 +210,9 @@ def test_a_leader_that_wakes_up_late_writes_nothing_over_the_checkpoint_of_the_n
 
 
 @pytest.mark.parametrize("scheduler", ["lives", pytest.param("dies, too", marks=pytest.mark.slow)])
-def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(tmp_path: Path, scheduler: str) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+def test_all_are_killed_and_those_that_come_go_on_from_the_newest_checkpoint(
+    tmp_path: Path, work: Work, scheduler: str
+) -> None:
     with elastic_run(tmp_path, 1, 2, resume=True, work=work) as run:
         run.wait_for_turns([0, 1], 25)
         for pipeline in range(2):
@@ -279,8 +286,7 @@ def test_the_leaders_clock_counts(tmp_path: Path, num_stages: int) -> None:
             assert seen(old, what)[-len(seen(new, what)) :] == seen(new, what)
 
 
-def test_too_few_wait_for_more(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+def test_too_few_wait_for_more(tmp_path: Path, work: Work) -> None:
     with elastic_run(tmp_path, 1, 2, min_pipelines=2, work=work) as run:
         run.wait_for_turns([0, 1], 10)
         run.kill(0)
@@ -295,8 +301,7 @@ def test_too_few_wait_for_more(tmp_path: Path) -> None:
         run.ends_as({0: [0], 1: [0]})
 
 
-def test_newcomers_that_were_never_there(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+def test_newcomers_that_were_never_there(tmp_path: Path, work: Work) -> None:
     with elastic_run(tmp_path, 1, 2, work=work) as run:
         run.wait_for_turns([0, 1], 8)
         run.start(5, partial(work, beside=1.5))  # two at once, above the number by which an epoch is counted
@@ -321,8 +326,7 @@ def on_hosts(directory: Path, num_pipelines: int, work: Callable[[], None]) -> I
         yield run
 
 
-def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tmp_path: Path, work: Work) -> None:
     with on_hosts(tmp_path, 2, work) as run:
         run.wait_for_turns([0, 1], 10)
         namespaces.plug(1, False)
@@ -335,8 +339,7 @@ def test_a_machine_is_cut_off_and_its_pipeline_is_told_to_end_when_it_is_back(tm
         run.ends_as({0: [0], 1: [0]})
 
 
-def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path) -> None:
-    work = partial(fit, tmp_path, samples=SAMPLES, options={})
+def test_a_scheduler_is_cut_off_for_longer_than_the_limit_of_silence(tmp_path: Path, work: Work) -> None:
     with on_hosts(tmp_path, 2, work) as run:
         run.wait_for_turns([0, 1], 10)
         namespaces.plug(2, False)

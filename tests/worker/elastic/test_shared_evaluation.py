@@ -22,8 +22,9 @@ from torchmetrics import CatMetric, MeanSquaredError, PearsonCorrCoef
 
 from lightning_sdpipe import SDPipeStrategy
 from lightning_sdpipe.sync.barriers import Barriers
+from tests.loop.numbered import Numbered
 from tests.patience import limit
-from tests.worker.elastic.jobs import BATCH, FINDING_OUT, Diary, ElasticRun, Model, Numbered, elastic_run
+from tests.worker.elastic.jobs import BATCH, FINDING_OUT, Diary, ElasticRun, Model, elastic_run
 
 pytestmark = pytest.mark.distributed
 
@@ -92,7 +93,7 @@ class Watch(Callback):
         self.batches, self.expected = 0, None
         if module.net[0].weight.is_meta or module.net[-1].weight.is_meta:
             return  # this is one of several stages
-        x = torch.stack([Numbered(OF_VALIDATION)[k][0] for k in range(OF_VALIDATION)])
+        x = torch.stack([Numbered(OF_VALIDATION, 1.0)[k][0] for k in range(OF_VALIDATION)])
         with torch.no_grad():
             self.expected = nn.functional.mse_loss(module.net(x), x[:, :1]).item()
 
@@ -151,7 +152,7 @@ def fit(
             ModelCheckpoint(monitor="val_loss", save_top_k=1),
         ],
     )
-    data, validation = Numbered(SAMPLES), Numbered(OF_VALIDATION)
+    data, validation = Numbered(SAMPLES, 1.0), Numbered(OF_VALIDATION, 1.0)
     trainer.fit(model(), DataLoader(data, BATCH, shuffle=True), DataLoader(validation, OF_EACH))
     monitor, stopping = trainer.checkpoint_callback, trainer.early_stopping_callback
     assert isinstance(monitor, ModelCheckpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,7 @@ def test_who_gives_its_state_or_leaves_drains_and_what_was_in_flight_at_a_death_
         assert "pipeline 0 left" in run.said()
         for rank in range(STAGES):
             rows = [row for pipeline in range(2) for start in run.rows(pipeline, rank) for row in start]
-            trained: dict[int, Counter[int]] = {}
-            for row in rows:
-                if "trained" in row:
-                    trained.setdefault(row["epoch"], Counter()).update(row["trained"])
-            assert sorted(trained) == list(range(len(trained)))
-            assert all(set(counts) == set(range(SAMPLES)) for counts in trained.values()), rank
+            run.check_samples(rank=rank)
             assert {row["left"] for row in rows if "left" in row} == set(range(rank + 1))
             assert {row["saves"] for row in rows if "saves" in row} == {0}
             last = [row for row in run.rows(0, rank)[-1] if "left" in row][-1]
