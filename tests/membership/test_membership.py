@@ -67,9 +67,9 @@ class Run:
         return decisions
 
 
-def begun(pipelines: int = 2, stages: int = 1) -> Run:
+def begun(pipelines: int = 2, stages: int = 1, **terms: float) -> Run:
     """So many pipelines have started together."""
-    run = Run(stages, start_pipelines=pipelines)
+    run = Run(stages, start_pipelines=pipelines, **terms)
     for pipeline in range(pipelines):
         run.enrol(pipeline)
     return run
@@ -211,8 +211,7 @@ def test_a_donor_that_fails_a_newcomer_is_asked_last() -> None:
 
 
 def test_the_run_is_over_when_nobody_is_left_to_give_a_state() -> None:
-    run = Run()
-    run.enrol(0)
+    run = begun(1)
     run.enrol(1)
     *_, over = run.say(w.Ended, 0, "ended")
     assert over == w.RunOver(
@@ -224,16 +223,14 @@ def test_the_run_is_over_when_nobody_is_left_to_give_a_state() -> None:
 
 
 def test_the_newest_checkpoint_is_named_when_nobody_is_left() -> None:
-    run = Run()
-    run.enrol(0)
+    run = begun(1)
     run.say(w.Published, 0, "/shared/last.ckpt", 40)
     over = only(run.say(w.Departed, 0, False)[-1:], w.RunOver)
     assert "the newest checkpoint is /shared/last.ckpt, after update 40; continue from it" in over.reason
 
 
 def test_a_new_start_is_made_from_the_newest_checkpoint_when_that_was_asked_for() -> None:
-    run = Run(resume=True)
-    run.enrol(0)
+    run = begun(1, resume=True)
     run.say(w.Published, 0, "/shared/1.ckpt", 40)
     run.say(w.Published, 0, "/shared/2.ckpt", 80)
     run.enrol(1)
@@ -272,8 +269,7 @@ def test_a_pipeline_that_others_cannot_reach_is_let_in_again_after_a_pause() -> 
 
 
 def test_below_the_least_all_are_held_until_there_are_enough() -> None:
-    run = Run(min_pipelines=2, hold_limit=50.0)
-    run.enrol(0), run.enrol(1)
+    run = begun(min_pipelines=2, hold_limit=50.0)
     *_, held = run.say(w.Ended, 1, "ended", now=10.0)
     assert held == w.Held("1 of at least 2 pipelines are left (0)")
     assert run.core.deadline() == 60.0
@@ -285,8 +281,7 @@ def test_below_the_least_all_are_held_until_there_are_enough() -> None:
 
 
 def test_a_job_that_differs_is_refused_with_what_was_found_and_expected() -> None:
-    run = Run()
-    run.enrol(0)
+    run = begun(1)
     denied = only(run.enrol(1, seed="2"), w.Denied)
     assert "(seed: found 2, expected 1)" in denied.reason
     assert run.core.members == [0]
@@ -297,8 +292,7 @@ def test_a_job_that_differs_is_refused_with_what_was_found_and_expected() -> Non
 
 
 def test_a_second_job_of_one_number_is_refused_when_the_first_is_heard_of() -> None:
-    run = Run()
-    run.enrol(0)
+    run = begun(1)
     assert run.on(w.Enrolled(Worker(0, 0), 999, SAME)) == [], "the first may be about to end"
     assert run.core.doubts(Worker(0, 0), 100)
     denied = only(run.say(w.Heard, 0), w.Denied)
@@ -335,8 +329,7 @@ def test_stages_that_have_finished_first_do_not_keep_others_from_their_last_barr
 
 
 def test_a_barrier_waits_for_a_newcomer_whose_state_has_been_taken() -> None:
-    run = Run()
-    run.enrol(0)
+    run = begun(1)
     donate = only(run.enrol(1), w.Donate)
     (receive,) = run.gives(donate)
     assert run.say(w.Meets, 0, "pause", b"") == []

@@ -24,7 +24,7 @@ class Heard:
         self.lost: dict[int, float] = {}
         self.now = 0.0
 
-    def until(self, end: float, silent: tuple[int, ...] = (), stage: int | None = None, replaced: int = -1) -> None:
+    def until(self, end: float, silent: tuple[int, ...] = (), stage: int | None = None, replaced: int = -1) -> Heard:
         """Pipelines that are not ``silent``, or not in ``stage``, are heard of."""
         while self.now < end:
             self.now = round(self.now + 0.1, 3)
@@ -37,11 +37,11 @@ class Heard:
                 for worker, _ in self.silence.look(self.now, self.members, [replaced]):
                     self.lost[worker.pipeline] = self.now
                     self.members.remove(worker.pipeline)
+        return self
 
 
 def test_one_that_is_silent_for_the_limit_is_lost_on_the_word_of_another() -> None:
-    heard = Heard(3)
-    heard.until(10.0)
+    heard = Heard(3).until(10.0)
     heard.until(16.0, silent=(1,))
     assert list(heard.lost) == [1]
     assert 14.5 <= heard.lost[1] <= 15.6
@@ -61,15 +61,13 @@ def test_being_told_again_when_one_was_heard_last_does_not_look_like_a_late_sche
 
 
 def test_a_silent_stage_takes_its_pipeline_with_it() -> None:
-    heard = Heard(2, stages=2)
-    heard.until(10.0)
+    heard = Heard(2, stages=2).until(10.0)
     heard.until(17.0, silent=(1,), stage=0)
     assert list(heard.lost) == [1]
 
 
 def test_who_does_not_come_back_after_a_silence_of_all_is_lost_when_that_has_lasted_as_long_again() -> None:
-    heard = Heard(3)
-    heard.until(10.0)
+    heard = Heard(3).until(10.0)
     heard.until(22.0, silent=(0, 1, 2))
     heard.until(33.0, silent=(2,))
     assert not heard.lost
@@ -78,16 +76,14 @@ def test_who_does_not_come_back_after_a_silence_of_all_is_lost_when_that_has_las
 
 
 def test_the_last_member_is_never_lost_whoever_else_is_heard_of() -> None:
-    heard = Heard(3)
-    heard.until(10.0)
+    heard = Heard(3).until(10.0)
     heard.members = [0]  # the others wait for its state
     heard.until(100.0, silent=(0,))
     assert not heard.lost
 
 
 def test_newcomers_that_are_silent_are_lost_on_the_word_of_a_member() -> None:
-    heard = Heard(2)
-    heard.until(10.0)
+    heard = Heard(2).until(10.0)
     heard.members = [0]
     heard.until(100.0, silent=(0, 1))
     assert not heard.lost, "the member is as silent"
@@ -97,8 +93,7 @@ def test_newcomers_that_are_silent_are_lost_on_the_word_of_a_member() -> None:
 
 
 def test_a_new_start_shows_that_the_silent_one_is_over() -> None:
-    heard = Heard(1)
-    heard.until(10.0)
+    heard = Heard(1).until(10.0)
     heard.until(17.0, silent=(0,))
     heard.until(19.0, silent=(0,), replaced=0)
     assert list(heard.lost) == [0], "also when that comes after the limit"

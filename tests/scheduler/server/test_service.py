@@ -46,10 +46,19 @@ class Dialogue:
     """Talks to a service as workers would, which enrol before they say anything; numbers the requests, and has it look
     for contradictions in itself."""
 
-    def __init__(self, config: PolicyConfig | None = None, workers: int = 2, stages: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig | None = None,
+        joined: tuple[Worker, ...] = (),
+        workers: int = 2,
+        stages: int = 1,
+        **options: Any,
+    ) -> None:
         self.service = SchedulerService(config or AllReduceModels(), stages, workers, worker_timeout=8.0, **options)
         self.number = 0
         self.enrolled: set[tuple[Worker, int]] = set()
+        for worker in joined:
+            self.join(worker)
 
     def enrol(self, worker: Worker, incarnation: int, now: float) -> None:
         if (worker, incarnation) not in self.enrolled:
@@ -118,8 +127,7 @@ def test_repeating_a_request_is_harmless() -> None:
 
 
 def test_one_start_of_a_worker_does_not_speak_in_another_that_lives() -> None:
-    d = Dialogue()
-    d.join(A)
+    d = Dialogue(joined=(A,))
     ((peer, stranger),) = d.join(A, incarnation=8)
     assert (peer, type(stranger)) == (beats(A, 8), e.Stranger), "it has not been let in"
     for kind, fields in ((m.Ready, (0,)), (m.Leave, ()), (e.Depart, (False, "no"))):
@@ -154,9 +162,7 @@ def test_a_run_that_has_finished_makes_room_for_the_next_one() -> None:
 
 
 def test_nobody_speaks_for_another() -> None:
-    d = Dialogue()
-    d.join(A)
-    d.join(B)
+    d = Dialogue(joined=(A, B))
     for identity in (line(B), beats(B), line(A, 8), b"0.0", b"\x00\x01", b""):
         assert d.hear(identity, m.Leave(A, 7, 50)) == []
     assert d.service.refused == {"impersonating": 6}
@@ -232,8 +238,7 @@ def test_the_run_ends_when_all_workers_wait_and_no_byte_moves(waiting: int) -> N
 
 
 def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
-    d = Dialogue()
-    d.join(A)
+    d = Dialogue(joined=(A,))
     d.beat(A, True)
     assert d.tick(100.0) == []
     d.beat(A, True, now=100.1)  # it lay unread
@@ -242,9 +247,7 @@ def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
 
 
 def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
-    d = Dialogue()
-    d.join(A)
-    d.join(B)
+    d = Dialogue(joined=(A, B))
     over = e.Now(0, over=e.End("out of memory", True, True, B))
     everywhere = {(name(worker), over) for worker in (A, B) for name in (line, beats)}
     assert set(d.say(e.Depart, B, False, "out of memory")) == everywhere | {(beats(B), e.Noted(d.number))}
@@ -258,9 +261,7 @@ def test_the_first_failure_reaches_all_and_stays_the_first() -> None:
 
 
 def test_status_counts_what_passed_by() -> None:
-    d = Dialogue(NoSync())
-    d.join(A)
-    d.join(B)
+    d = Dialogue(NoSync(), joined=(A, B))
     for k in range(3):
         d.say(m.Ready, A, 3 * SEGMENT + k, now=float(k))  # as with overlap="free", whose numbers people do not see
     d.say(m.Ready, B, 3 * SEGMENT, now=3.0)
@@ -273,9 +274,7 @@ def test_status_counts_what_passed_by() -> None:
 
 
 def test_the_policy_hears_what_the_models_of_workers_contain() -> None:
-    d = Dialogue(OuterRounds(None))
-    d.join(A)
-    d.join(B)
+    d = Dialogue(OuterRounds(None), joined=(A, B))
     assert d.say(m.Ready, A, 2, 5) == []
     replies = [reply for _, reply in d.say(m.Ready, B, 2, 4)]
     assert [reply.group.source for reply in replies if isinstance(reply, m.Answer | m.Invitation)] == [A, A]
@@ -337,9 +336,7 @@ class TestAPolicyThatFails:
         ],
     )
     def test_when_it_decides(self, mistake: str, message: str) -> None:
-        d = Dialogue(Unruly(mistake), workers=3)
-        d.join(A)
-        d.join(B)
+        d = Dialogue(Unruly(mistake), joined=(A, B), workers=3)
         replies = d.say(m.Ready, A, 0)
         assert {peer for peer, reply in replies if isinstance(reply, e.Now)} == {
             *(line(A), beats(A), line(B), beats(B))
@@ -352,8 +349,7 @@ class TestAPolicyThatFails:
         assert d.beat(B, True) == [(beats(B), e.Now(0, over=failure))]
 
     def test_when_time_passes(self) -> None:
-        d = Dialogue(Unruly("time"))
-        d.join(A)
+        d = Dialogue(Unruly("time"), joined=(A,))
         assert d.say(m.Ready, A, 0, now=1.0) == []
         assert d.service.deadline() == 2.0
         assert [stage.groups[0].pipelines for stage in d.service.status(1.0).stages] == [[0]], "from the log"

@@ -39,21 +39,14 @@ def replies(answer: list[Addressed]) -> list[tuple[bytes, m.SpansReply]]:
     return [(peer, message) for peer, message in answer if isinstance(message, m.SpansReply)]
 
 
-def both() -> Dialogue:
-    talk = Dialogue()
-    talk.join(A)
-    talk.join(B)
-    return talk
-
-
 def test_nothing_is_wanted_unless_a_program_asks() -> None:
-    talk = both()
+    talk = Dialogue(joined=(A, B))
     assert wants(beat(talk, A)) is None
     assert wants(beat(talk, A, TOLD)) is None, "it comes too late"
 
 
 def test_a_program_hears_of_all_when_the_last_has_told() -> None:
-    talk = both()
+    talk = Dialogue(joined=(A, B))
     assert ask(talk, now=1.0) == []
     assert ask(talk, now=1.1) == [], "it repeats itself"
     assert ask(talk, 8, b"other", now=1.2) == []
@@ -71,7 +64,7 @@ def test_a_program_hears_of_all_when_the_last_has_told() -> None:
 
 
 def test_fewer_updates_than_a_program_wants_do_not_answer_it() -> None:
-    talk = both()
+    talk = Dialogue(joined=(A, B))
     ask(talk, 20)
     beat(talk, A)
     ask(talk, 64, b"other")
@@ -79,7 +72,7 @@ def test_fewer_updates_than_a_program_wants_do_not_answer_it() -> None:
 
 
 def test_workers_that_do_not_tell_in_time_are_named() -> None:
-    talk = both()
+    talk = Dialogue(joined=(A, B))
     ask(talk, now=1.0)
     beat(talk, B, TOLD, now=1.5)
     assert talk.service.deadline() <= 1.0 + row_desk.SPANS_WITHIN
@@ -91,7 +84,7 @@ def test_workers_that_do_not_tell_in_time_are_named() -> None:
 
 
 def test_a_reply_has_a_size_and_programs_that_wait_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = both()
+    talk = Dialogue(joined=(A, B))
     monkeypatch.setattr(row_desk, "SPANS_REPLY_BYTES", 50)
     ask(talk)
     beat(talk, A, TOLD)
@@ -115,7 +108,7 @@ def test_a_reply_has_a_size_and_programs_that_wait_a_number(monkeypatch: pytest.
     ],
 )
 def test_spans_that_make_no_sense_are_ignored_and_the_beat_holds(spans: Spans) -> None:
-    talk = both()
+    talk = Dialogue(joined=(A, B))
     ask(talk)
     assert wants(beat(talk, A, spans)) == (20, 1.0, 1.0)
     assert talk.service.refused["spans"] == 1
