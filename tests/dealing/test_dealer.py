@@ -48,6 +48,13 @@ class Desk:
         return leases
 
 
+def begun(pipelines: int, batches: int = 8, stages: int = 1) -> Desk:
+    """Each has asked for its first lease of the first so many batches of an epoch."""
+    desk = Desk(pipelines, stages, Segment(1, 0, 0, batches))
+    desk.begin()
+    return desk
+
+
 def brief(leases: list[Lease]) -> list[tuple[int, int, int, int]]:
     """Pipeline, home, start and stop of each."""
     return [(lease.pipeline, lease.home, lease.start, lease.stop) for lease in leases]
@@ -67,14 +74,12 @@ def test_leases_grow_until_the_speed_is_known_and_then_are_two_seconds_or_half_o
 
 def test_of_a_long_segment_a_lease_is_a_small_part() -> None:
     """So a worker keeps few."""
-    desk = Desk(1, segment=Segment(1, 0, 0, 256_001))
-    desk.begin()
+    desk = begun(1, 256_001)
     assert brief(desk.ask(0, 1, 1.0, now=1.0)) == [(0, 0, 1, 1001)]
 
 
 def test_a_stop_ends_the_segment_when_all_is_trained_that_was_dealt() -> None:
-    desk = Desk(2, segment=Segment(1, 0, 0, 64))
-    desk.begin()
+    desk = begun(2, 64)
     heard = [lease for pipeline in (0, 1) for lease in desk.ask(pipeline, 1, 1.0, now=1.0)]
     assert brief(heard) == [(0, 0, 1, 3), (1, 1, 1, 3)]
     assert desk.dealer.on(Trained(Worker(0, 1), desk.segment, Done(2, 1.0, stops=True)), 2.0) == []
@@ -97,8 +102,7 @@ def test_a_stop_ends_the_segment_when_all_is_trained_that_was_dealt() -> None:
 
 
 def test_who_is_faster_takes_from_the_tail_of_who_would_end_last() -> None:
-    desk = Desk(3, segment=Segment(1, 0, 0, 4))
-    desk.begin()
+    desk = begun(3, 4)
     assert brief(desk.ask(0, 1, 1.0, now=1.0)) == [(0, 0, 1, 3)]
     assert brief(desk.ask(1, 1, 1.0, now=1.0)) == [(1, 1, 1, 3)]
     assert desk.dealer.on(Trained(Worker(0, 2), desk.segment, Done(0, 4.0, 1.0)), 1.0) == []
@@ -125,8 +129,7 @@ def test_an_empty_lease_is_followed_by_more_or_by_the_end() -> None:
 
 
 def test_a_pipeline_that_waits_is_called_when_another_stalls() -> None:
-    desk = Desk(2, segment=Segment(1, 0, 0, 3))
-    desk.begin()
+    desk = begun(2, 3)
     for batches in (1, 2):
         desk.ask(0, batches, 1.0, now=float(batches))
     assert brief(desk.ask(1, 1, 1.0, now=2.0)) == [(1, 1, 1, 2)]
@@ -137,8 +140,7 @@ def test_a_pipeline_that_waits_is_called_when_another_stalls() -> None:
 
 
 def test_what_breaks_the_rules_is_refused_and_changes_nothing() -> None:
-    desk = Desk(2)
-    desk.begin()
+    desk = begun(2)
     ask = desk.dealer.on
     for event, message in (
         (Asked(Worker(0, 0), S, 2, Done(0)), "asked for lease 2 of its pipeline, which was dealt 1"),
@@ -151,8 +153,7 @@ def test_what_breaks_the_rules_is_refused_and_changes_nothing() -> None:
 
 
 def test_the_next_segment_and_another_run_begin_anew_and_late_asks_are_still_answered() -> None:
-    desk = Desk(1, segment=Segment(1, 0, 0, 1))
-    desk.begin()
+    desk = begun(1, 1)
     desk.ask(0, 1)
     (over,) = desk.ask(0, 1)
     before, desk.segment, desk.ordinals = desk.segment, NEXT, [0]
@@ -167,8 +168,7 @@ def test_the_next_segment_and_another_run_begin_anew_and_late_asks_are_still_ans
 )
 def test_what_a_pipeline_returns_is_trained_by_others(told: list[Done]) -> None:
     """Its second batch is one that only one of its stages has trained, or that only the lost model has."""
-    desk = Desk(2, stages=len(told), segment=Segment(1, 0, 0, 4))
-    desk.begin()
+    desk = begun(2, 4, stages=len(told))
     desk.ask(1, 1)  # its second lease
     for stage, done in enumerate(told):
         desk.dealer.on(Trained(Worker(stage, 1), desk.segment, done), 2.0)
@@ -219,8 +219,7 @@ def test_a_stage_whose_book_is_of_an_older_segment_hears_that_this_is_over(first
 
 
 def test_a_pipeline_beyond_the_shards_trains_of_those_of_others() -> None:
-    desk = Desk(2)
-    desk.begin()
+    desk = begun(2)
     dealer = desk.dealer
     assert dealer.on(Widened(4), 0.0) == []
     (lease,) = dealer.on(Asked(Worker(0, 3), S, 0, Done(0)), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """One after the other."""
 
-    kind: type[nn.Module]
+    kind: Callable[[], nn.Module]
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.partition.state_watch import TouchedError, Untouched
 from lightning_sdpipe.worker.assembly import refuse_counting
 from tests.partition.cutting import LossOf, Stepping, assert_equal_when_cut, planned
-from tests.partition.test_side_channels import batches
+from tests.partition.test_side_channels import Blocks, batches
 
 GLOBAL = np.random.default_rng(5)
 NUMBER, NUMBERS = 1.0, [1.0]
@@ -55,23 +55,18 @@ class Meter:
         self.history.append(value)
 
 
-class Model(nn.Module):
+class Model(Blocks):
+    kind = partial(nn.Linear, 4, 4)
     of_class, in_class, ticks_of_class = 1.0, [1.0], itertools.count()
 
     def __init__(self) -> None:
         super().__init__()
         self.ticks, self.cycle = itertools.count(), itertools.cycle([1.0, 2.0])
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
         self.number, self.flag, self.text, self.maybe = 0.5, False, "a", None
         self.meter, self.history, self.state = Meter(), [1.0], {"a": {"b": 1.0}}
         self.namespace, self.array = SimpleNamespace(value=1.0), np.ones(1)
         self.draws, self.arrays, self.numbers = torch.Generator(), np.random.default_rng(1), random.Random(2)
         self.draws.manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def squared(y: Tensor) -> Tensor:
