@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from lightning_sdpipe import AllReduce
+from lightning_sdpipe import AllReduce, DiLoCo, LocalSGD
+from lightning_sdpipe.exchange.outer_model import AVERAGE, Nesterov
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.suites.courses import Step, dealt, in_step
 from recipes.suites.figures import plot, require_matplotlib
@@ -187,9 +188,15 @@ def measure(asked: Learning) -> Row:
     ``final`` value, and ``iterations``, the number of mini-batches in an equal share of an epoch."""
     torch.set_num_threads(1)
     method = seeded(asked.method, asked.seed)
-    jointly = isinstance(method, AllReduce)
+    jointly, outer = isinstance(method, AllReduce), isinstance(method, DiLoCo)
     replicas = Replicas(
-        asked.workload, asked.num_pipelines, asked.passes, asked.seed, jointly, asked.variance_correction
+        asked.workload,
+        asked.num_pipelines,
+        asked.passes,
+        asked.seed,
+        jointly,
+        asked.variance_correction,
+        Nesterov(method.lr, method.momentum) if outer else AVERAGE,
     )
     work, n = asked.work(replicas.iterations), asked.num_pipelines
     total = asked.passes * replicas.iterations * n
@@ -203,6 +210,15 @@ def measure(asked: Learning) -> Row:
     if jointly:
         for update, end in enumerate(in_step(work, asked.passes)):
             replicas.step_jointly(*divmod(update, replicas.iterations))
+            trained += n
+            look(end)
+    elif outer:
+        for update, end in enumerate(in_step(work, asked.passes, LocalSGD(method.every))):
+            epoch, number = divmod(update, replicas.iterations)
+            for pipeline in range(n):
+                replicas.step(Step(end, pipeline, epoch, number * n + pipeline, number))
+            if (number + 1) % method.every == 0 or number + 1 == replicas.iterations:
+                replicas.move_base()
             trained += n
             look(end)
     else:

@@ -48,11 +48,11 @@ class Mean(NamedTuple):
 Course = list[Step | Mean]
 
 
-def in_step(work: Work, epochs: int) -> list[float]:
-    """Return when each update of all-reduce, which waits for the slowest pipeline, ends; ``work.iterations`` is the
-    number in an epoch."""
+def in_step(work: Work, epochs: int, config: PolicyConfig | None = None) -> list[float]:
+    """Return when all pipelines have made each update, under a policy whose pipelines wait for the slowest: by default
+    all-reduce's. ``work.iterations`` is the number in an epoch."""
     updates = work.iterations * epochs
-    run = simulate(AllReduceModels(), replace(work, iterations=updates))
+    run = simulate(config or AllReduceModels(), replace(work, iterations=updates))
     ends = [0.0] * updates
     for at, event, _ in run.entries:
         if isinstance(event, Progress):

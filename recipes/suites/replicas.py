@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_sdpipe.exchange.outer_model import AVERAGE, Nesterov, OuterOptimizer
 from lightning_sdpipe.optim import VarianceCorrection
 from lightning_sdpipe.partition.effects import logging_to
 from recipes.suites.courses import Mean, Step
@@ -30,6 +31,7 @@ class Replicas:
         seed: seed of the weights and of the order of samples.
         jointly: whether replicas share parameters and optimizer, but not buffers, as with all-reduce.
         variance_correction: whether to correct Adam's variance, unless ``jointly``.
+        outer: options of DiLoCo's outer optimizer, for :meth:`move_base`.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Replicas:
         seed: int,
         jointly: bool,
         variance_correction: bool,
+        outer: Nesterov = AVERAGE,
     ) -> None:
         L.seed_everything(seed, verbose=False)
         module, data = (hydra.utils.instantiate(workload[name]) for name in ("model", "data"))
@@ -53,6 +56,7 @@ class Replicas:
         self.iterations = len(self._dataset) // (num_pipelines * self.batch_size)
         shared = {id(parameter): parameter for parameter in module.parameters()} if jointly else {}
         self._modules = [deepcopy(module, dict(shared)) for _ in range(num_pipelines)]
+        self._outer = [OuterOptimizer(outer, parameter.detach()) for parameter in module.parameters()]
         trainer = SimpleNamespace(estimated_stepping_batches=epochs * self.iterations)
         self._optimizers: list[tuple[Any, Any]] = []
         for each in self._modules[: 1 if jointly else num_pipelines]:
@@ -86,6 +90,14 @@ class Replicas:
             state = mean_state([module.state_dict() for module in modules])
             for module in modules:
                 module.load_state_dict(state)
+
+    def move_base(self) -> None:
+        """Make a round of DiLoCo, after which all replicas have the new base."""
+        with torch.no_grad():
+            for outer, *alike in zip(self._outer, *(module.parameters() for module in self._modules), strict=True):
+                outer.step(torch.stack(alike).mean(0) - outer.base)
+                for each in alike:
+                    each.copy_(outer.base)
 
     def value(self, metric: str) -> float:
         """Return the metric of the mean of all replicas on the held-out data."""
