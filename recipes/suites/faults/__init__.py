@@ -186,7 +186,7 @@ def _with_a_full_disk(it: World, phase: str) -> float:
 
     def refused() -> int:
         logs = [path.read_text() for path in it.directory.glob("*.log")]
-        return sum(text.count("training goes on, but the checkpoint") for text in logs)
+        return sum(text.count("but the checkpoint") for text in logs)
 
     small_disks.fill(place)
     whole: list[Path] = []
