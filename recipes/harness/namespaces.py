@@ -19,6 +19,9 @@ INTERFACE = "sdpipe0"
 BURST = 131072
 """Bytes that may pass at once: more than the largest packet."""
 
+NEIGHBOURS = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
+"""The most neighbours' addresses that the kernel remembers, in all namespaces together."""
+
 
 class NotAllowed(Exception):
     """This process may not make network namespaces or mount disks; the message says why."""
@@ -30,10 +33,15 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
     slowed down.
 
     Raises:
-        NotAllowed: this process is not root, a command is missing, or the kernel refuses.
+        NotAllowed: this process is not root, a command is missing, or the kernel refuses or cannot remember the addresses
+            of so many hosts.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NotAllowed("network namespaces need root and the commands ip and tc (package iproute2)")
+    if count * count > (most := int(NEIGHBOURS.read_text())):
+        raise NotAllowed(
+            f"{count} hosts need {count * count} neighbours, and the kernel keeps {most}: see {NEIGHBOURS}"
+        )
     _remove_what_was_left()
     switch = _switch()
     names = [_name(number) for number in range(count)]

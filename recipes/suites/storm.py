@@ -1,9 +1,10 @@
-"""Storms: pipelines that are killed, stopped and cut off all the time, in virtual time.
+"""Storms: pipelines that are killed, stopped and cut off all the time, in virtual time and in real processes.
 
-The world is that of :mod:`recipes.tools.elastic_world`: the real scheduler's service, policies and clients' cores, with
-emulated training. The rates of the faults are those of a published storm of 32 replicas, for each pipeline: in all a
-kill in 60 s, a stop of 5 to 40 s in 240 s, and a cut link of 15 to 40 s in 300 s. A step is *kept* when it is in a
-model that an exchange has made.
+The virtual world is that of :mod:`recipes.tools.elastic_world`: the real scheduler's service, policies and clients'
+cores, with emulated training. The real one consists of forked processes that sleep instead of computing. Faults come
+at the rates of a published storm of 32 replicas: per replica as often as if 32 were killed every 60 s, stopped for 5
+to 40 s every 240 s, and cut off for 15 to 40 s every 300 s. A killed pipeline starts again after the 10 to 20 s that
+imports take. A step is *kept* when it is in a model that an exchange has made.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import logging
 import random
 import statistics
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -22,7 +26,12 @@ from lightning_sdpipe.meter import PHASES, MeterRow
 from lightning_sdpipe.policies import Group, PolicyConfig
 from lightning_sdpipe.policies.outer_rounds import OuterRounds
 from lightning_sdpipe.scheduler.client.reporting import RowBuffer
-from recipes.suites.grid import Goal, Ratios, Row, ratios
+from recipes.harness.pipelines import Record
+from recipes.suites.elastic import Work, World
+from recipes.suites.grid import Goal, Parts, Ratios, Row, ratios, run_parts
+from recipes.suites.soak import here
+from recipes.suites.soak.events import Events
+from recipes.suites.trainings import quiet
 from recipes.tools import elastic_world
 from recipes.tools.elastic_world import Process
 
@@ -31,9 +40,11 @@ LOWER_IS_BETTER = frozenset({"back", "stood"})
 PUBLISHED = 32
 FAULTS = {"kill": (60.0, (0.0, 0.0)), "stop": (240.0, (5.0, 40.0)), "cut": (300.0, (15.0, 40.0))}
 """Mean seconds between two of them in a storm of that many pipelines, and how long each lasts."""
+WEATHERS: dict[str, tuple[str, ...]] = {"calm": (), "kills": ("kill",), "storm": tuple(FAULTS)}
+"""Kinds of faults."""
 IMPORTS = 10.0, 20.0
 GLANCE = 0.25
-ALL_MEET = "all_reduce", "local_sgd", "diloco"
+TOGETHER = "all_reduce", "local_sgd", "diloco"
 
 
 class Storm(elastic_world.World):
@@ -184,6 +195,15 @@ class Storm(elastic_world.World):
 
 
 def run(
+    *, methods: Mapping[str, Any], only: Sequence[str], virtual: Mapping[str, Any], real: Mapping[str, Any], seed: int
+) -> tuple[list[Row], Ratios]:
+    """Run the parts that ``only`` names: ``virtual`` with the arguments of :func:`play`, and ``real`` with those of
+    :func:`live`; ``methods`` are specifications for Hydra, by name."""
+    arguments = {"virtual": {**virtual, "methods": methods}, "real": {**real, "methods": methods}}
+    return run_parts("storm", PARTS, only=only, seed=seed, **arguments)
+
+
+def play(
     *,
     methods: Mapping[str, Any],
     sizes: Sequence[tuple[int, float, float]],
@@ -191,7 +211,7 @@ def run(
     worker_timeout: float,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Play storms of all faults, of kills alone, and calm runs.
+    """Play storms of all faults, of kills alone, and calm runs, in virtual time.
 
     Args:
         methods: specifications for Hydra, by name.
@@ -206,7 +226,7 @@ def run(
     for pipelines, hours, times in sizes:
         for name, specification in methods.items():
             calm = 0.0
-            for weather, kinds in (("calm", ()), ("kills", ("kill",)), ("storm", tuple(FAULTS))):
+            for weather, kinds in WEATHERS.items():
                 method = hydra.utils.instantiate(specification)
                 config = getattr(method, "elastic_policy", method)
                 storm = Storm(config, pipelines, batch_seconds, worker_timeout, kinds, seed, times)
@@ -223,19 +243,112 @@ def run(
     return rows, ratios_of(rows)
 
 
+def live(
+    *,
+    methods: Mapping[str, Any],
+    compared: Sequence[str],
+    pipelines: int,
+    minutes: Mapping[str, float],
+    parameters: int,
+    batch_seconds: float,
+    worker_timeout: float,
+    seed: int,
+) -> tuple[list[Row], Ratios]:
+    """Train in real processes until enough batches are kept, without faults and in a storm.
+
+    Args:
+        methods: specifications for Hydra, by name.
+        compared: those of them that run; in their rounds all pipelines take part.
+        pipelines: their number, each of one process.
+        minutes: that the batches take without faults, by the weather.
+        parameters: of the model.
+        batch_seconds: of a mini-batch, in which a worker sleeps.
+        worker_timeout: of the scheduler, in seconds.
+        seed: of the faults.
+
+    Where network namespaces cannot be made, no pipeline is cut off.
+    """
+    quiet()
+    rows: list[Row] = []
+    for name in compared:
+        calm = 0.0
+        for weather, lasting in minutes.items():
+            batches = round(60 * lasting / batch_seconds) * pipelines
+            emulated: dict[str, Any] = {"batch_seconds": batch_seconds, "num_parameters": parameters}
+            work = Work(1, pipelines, hydra.utils.instantiate(methods[name]), batches, **emulated)
+            done, records = _weathered(work, worker_timeout, WEATHERS[weather], random.Random(seed))
+            found = _rounds(records, done.able)
+            rate = batches / found["lived"]
+            calm = calm or rate
+            row = {"method": name, "pipelines": pipelines, "weather": f"{weather}/real", "minutes": lasting, "one": 1}
+            row |= {"kept": rate / calm, "faults": dict(done.what), "bystanders": done.bystanders}
+            rows.append(row | found)
+            print(rows[-1], flush=True)
+    return rows, ratios_of(rows)
+
+
+def _weathered(
+    work: Work, worker_timeout: float, kinds: Sequence[str], draws: random.Random
+) -> tuple[Events, list[Record]]:
+    """Return what happened to a run, and what its processes said."""
+    often = {kind: work.num_pipelines / PUBLISHED / FAULTS[kind][0] for kind in kinds}
+    lasts = {kind: FAULTS[kind][1] for kind in kinds}
+    most, calm = (1 << 30, 1 / sum(often.values())) if often else (0, 1.0)
+    with (
+        here(work.num_pipelines) as place,
+        tempfile.TemporaryDirectory(prefix="storm-") as directory,
+        World(Path(directory), work, worker_timeout=worker_timeout, hosts=place.hosts) as world,
+    ):
+        done = Events(world, draws, most, calm, frozenset(place.left_out), {}, often, lasts, IMPORTS)
+        return done.until_the_end(), world.records()
+
+
+def _rounds(records: Sequence[Record], able: Sequence[tuple[float, int, int]]) -> Row:
+    """Return what :func:`play` measures of rounds, and the seconds that pipelines lived, without being stopped, from
+    the first update on; ``able`` is that of the run's :class:`Events`."""
+    rounds: defaultdict[int, list[float]] = defaultdict(list)
+    lives: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    gaps: list[float] = []
+    for record in records:
+        made = _commits(record)
+        for number, at in made:
+            rounds[number].append(at)
+        gaps += [after - before for (_, before), (_, after) in pairwise(made)]
+        if made:
+            lives[record.pipeline].append((made[0][1], record.lines[-1]["at"]))
+    back = [begins - ended for of_one in lives.values() for (_, ended), (begins, _) in pairwise(of_one)]
+    first = min(at for record in records for at in record.times("update"))
+    lived = sum(count * max(0.0, end - max(at, first)) for (at, count, _), (end, *_) in pairwise(able))
+    shares = []
+    for times in rounds.values():
+        could = next(count for at, _, count in reversed(able) if at <= min(times))
+        shares.append(len(times) / max(len(times), could))
+    row = {"members": statistics.fmean(shares), "rounds": len(shares), "deaths": len(back), "lived": lived}
+    return row | {"back": statistics.median(back or [0.0]), "stood": max(gaps, default=0.0)}
+
+
+def _commits(record: Record) -> list[tuple[int, float]]:
+    """Return numbers and times of the rounds of a process; those of all-reduce are its updates."""
+    name = "round" if record.said("round") else "update"
+    return [(int(line[name]), line["at"]) for line in record.said(name)]
+
+
+PARTS: Parts = {"virtual": play, "real": live}
+
+
 def ratios_of(rows: Sequence[Row]) -> Ratios:
     """Return the ratios of each method and size; no rows give none."""
     goals: dict[str, Goal] = {}
     for row in rows:
         name, weather, size = row["method"], row["weather"], row["pipelines"]
-        if weather == "calm":
+        if weather.startswith("calm"):
             continue
         of, key = {"method": name, "weather": weather, "pipelines": size}, f"{name}/{size}/{weather}"
-        if name in ALL_MEET:
+        if name in TOGETHER:
             meaning = "members of a round over those that live and are not stopped or cut off; published: 0.5"
             goals[f"members/{key}"] = Goal(meaning, "members", of, "one", 0.95)
         meaning = "kept steps of a second that a process lives and is not stopped, over those without faults"
-        goals[f"kept/{key}"] = Goal(meaning, "kept", of, "one", 0.97 if weather == "kills" else 0.90)
+        goals[f"kept/{key}"] = Goal(meaning, "kept", of, "one", 0.97 if weather.startswith("kills") else 0.90)
         meaning = "seconds from a kill to its first kept step, median, of which imports take 10 to 20; published: 149"
         goals[f"back/{key}"] = Goal(meaning, "back", of, "one")
         goals[f"stood/{key}"] = Goal("longest seconds between two rounds of one that lives", "stood", of, "one")

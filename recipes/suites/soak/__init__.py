@@ -126,9 +126,9 @@ def run(
     quiet()
     rows: list[Row] = []
     calm_losses: dict[tuple[Any, ...], float | None] = {}
-    with _here(num_pipelines) as here:
-        for reason in sorted(set(here.left_out.values())):
-            print(f"without {', '.join(kind for kind, why in here.left_out.items() if why == reason)}: {reason}")
+    with here(num_pipelines) as place:
+        for reason in sorted(set(place.left_out.values())):
+            print(f"without {', '.join(kind for kind, why in place.left_out.items() if why == reason)}: {reason}")
         while sum(row["events"] for row in rows) < events and (runs is None or len(rows) < runs):
             number = seed + len(rows)
             draws = random.Random(f"soak {number}")  # a string, since nearby integers would draw alike at first
@@ -153,11 +153,11 @@ def run(
             row |= {"num_stages": stages, "resumes": resumes}
             kind = name, overlap, payload, schedule, stages
             if kind not in calm_losses:
-                calm_losses[kind] = _one(work, here, random.Random(0), 0, calm, False)["loss"]
-            row |= _one(work, here, draws, events_of_run, calm, resumes) | {"calm_loss": calm_losses[kind]}
+                calm_losses[kind] = _one(work, place, random.Random(0), 0, calm, False)["loss"]
+            row |= _one(work, place, draws, events_of_run, calm, resumes) | {"calm_loss": calm_losses[kind]}
             rows.append(row)
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    return rows, ratios(rows, sorted(here.left_out))
+    return rows, ratios(rows, sorted(place.left_out))
 
 
 def _going_with(
@@ -177,7 +177,7 @@ def _going_with(
 
 
 @contextmanager
-def _here(num_pipelines: int) -> Iterator[Here]:
+def here(num_pipelines: int) -> Iterator[Here]:
     """Make cables that can be pulled, and check that disks can be filled, as far as this process may."""
     left_out: dict[str, str] = {}
     with ExitStack() as stack:

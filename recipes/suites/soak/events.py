@@ -21,6 +21,10 @@ WEIGHTS = {
     **{"kill": 24, "term": 6, "silent": 6, "stop": 12, "cut": 12, "scheduler": 6, "scheduler_cut": 8, "two": 8},
     **{"leader_and_scheduler": 6, "full_checkpoints": 6, "full_logs": 8, "all": 3},
 }
+LASTS = dict.fromkeys(WEIGHTS, (0.2, 3 * SILENCE))
+"""Shortest and longest seconds of each kind of event that lasts."""
+AWAY = 0.0, 1.0
+"""Shortest and longest seconds from the end of a pipeline to its next start."""
 VICTIMS = {"kill": 1, "term": 1, "silent": 1, "stop": 1, "cut": 1, "leader_and_scheduler": 1, "two": 2}
 
 
@@ -38,6 +42,8 @@ class Events:
         left_out: kinds that cannot be made here.
         disks: disks that may be filled, by the kind of event.
         weights: weights of the kinds.
+        lasts: shortest and longest seconds of each kind.
+        away: shortest and longest seconds from the end of a pipeline to its next start.
         regular: whether events come every ``calm`` seconds, and a dead pipeline is restarted at once without a fault.
     """
 
@@ -49,7 +55,9 @@ class Events:
         calm: float,
         left_out: frozenset[str],
         disks: Mapping[str, Path],
-        weights: Mapping[str, int] = WEIGHTS,
+        weights: Mapping[str, float] = WEIGHTS,
+        lasts: Mapping[str, tuple[float, float]] = LASTS,
+        away: tuple[float, float] = AWAY,
         regular: bool = False,
     ) -> None:
         self.what: Counter[str] = Counter()
@@ -59,10 +67,13 @@ class Events:
         self.told: list[str] = []
         """Lines with times, to explain a failed run."""
         self.finished: set[int] = set()
+        self.able: list[tuple[float, int, int]] = []
+        """Numbers of pipelines that run and are not stopped, and of those that are not cut off either, each since a time."""
         self.ended = ""
         """Why the run ended early, if it had to."""
         self._world, self._draws, self._most, self._calm = world, draws, count, calm
         self._left_out, self._disks, self._weights, self._regular = left_out, disks, weights, regular
+        self._lasts, self._away = lasts, away
         self._everybody = range(world.work.num_pipelines)
         self._due: dict[int, float] = {}
         """When each dead pipeline is restarted."""
@@ -89,7 +100,7 @@ class Events:
         """
         world = self._world
         world.launch_all()
-        world.wait(lambda: len(world.members()) == len(self._everybody), "all to come")
+        world.wait(lambda: all(map(world.updates, self._everybody)), "an update of all", 300.0)
         next_event = self._next(time.monotonic())
         try:
             while not (self._is_over() or self.ended):
@@ -97,6 +108,7 @@ class Events:
                 self._look_for_a_hang()
                 self._bury_and_start()
                 self._undo(time.monotonic())
+                self._count_the_able()
                 if time.monotonic() >= next_event and self.count < self._most:
                     next_event = self._next(next_event if self._regular else time.monotonic())
                     self._strike()
@@ -117,6 +129,12 @@ class Events:
 
     def _lives(self, pipeline: int, rank: int) -> bool:
         return self._world.exit_codes(pipeline)[rank:][:1] == [None]
+
+    def _count_the_able(self) -> None:
+        running = [i for i in self._everybody if self._lives(i, 0) and not self._is_impaired(f"process {i}")]
+        able = len(running), sum(not self._is_impaired(f"cable {i}") for i in running)
+        if not self.able or self.able[-1][1:] != able:
+            self.able.append((time.monotonic(), *able))
 
     def _look_for_a_hang(self) -> None:
         now, made = time.monotonic(), sum(path.stat().st_size for path in self._world.directory.glob("*.diary"))
@@ -156,7 +174,7 @@ class Events:
                     self.bystanders += 1
                     self._tell(f"pipeline {pipeline} failed, and was not hit")
                 world.end(pipeline)
-                self._due[pipeline] = now + (0.0 if self._regular else self._draws.uniform(0.0, 1.0))
+                self._due[pipeline] = now + (0.0 if self._regular else self._draws.uniform(*self._away))
 
     def _is_whole(self, pipeline: int) -> bool:
         """Return whether the pipeline trains and nothing is wrong with it now, even if a scheduler that is cut off
@@ -179,7 +197,7 @@ class Events:
     def _strike(self) -> None:
         world, draws = self._world, self._draws
         kind = draws.choices(list(self._weights), list(self._weights.values()))[0]
-        seconds, rank = draws.uniform(0.2, 3 * SILENCE), draws.randrange(world.work.num_stages)
+        seconds, rank = draws.uniform(*self._lasts[kind]), draws.randrange(world.work.num_stages)
         if kind in self._left_out:
             self.left_out[kind] += 1
             return

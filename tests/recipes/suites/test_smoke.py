@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.suites.storm import ALL_MEET
+from recipes.suites.storm import TOGETHER
 from tests.recipes.composed import parameters_of
 
 ECHO = {f"echo{kind}_{p}/4" for kind in ("", "_pairs", "_alone") for p in ("p50", "p99")}
@@ -52,10 +52,11 @@ RATIOS = {
         *("accused/simulated", "viewers"),
     },
     "soak": {"soak/failed", "soak/loss", "soak/still"},
-    "storm": {
+    "storm": {f"{ratio}/diloco/3/storm/real" for ratio in ("members", "kept", "back", "stood")}
+    | {
         f"{ratio}/{method}/4/{weather}"
         for method in ("all_reduce", "local_sgd", "diloco", "semi_decentralized", "partial_reduce", "ad_psgd")
-        for ratio in ("kept", "back", "stood", *(("members",) if method in ALL_MEET else ()))
+        for ratio in ("kept", "back", "stood", *(("members",) if method in TOGETHER else ()))
         for weather in ("kills", "storm")
     },
     "throughput": set(),
