@@ -33,8 +33,8 @@ def hosts(count: int, rate_mbit: float | None = None) -> Iterator[list[str]]:
     slowed down.
 
     Raises:
-        NotAllowed: this process is not root, a command is missing, or the kernel refuses or cannot remember the addresses
-            of so many hosts.
+        NotAllowed: this process is not root, a command is missing, or the kernel refuses, or its table of neighbours is
+            too small.
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NotAllowed("network namespaces need root and the commands ip and tc (package iproute2)")

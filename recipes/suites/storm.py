@@ -39,17 +39,18 @@ LOWER_IS_BETTER = frozenset({"back", "stood"})
 
 PUBLISHED = 32
 FAULTS = {"kill": (60.0, (0.0, 0.0)), "stop": (240.0, (5.0, 40.0)), "cut": (300.0, (15.0, 40.0))}
-"""Mean seconds between two of them in a storm of that many pipelines, and how long each lasts."""
+"""Mean seconds between two faults of a kind in a storm of ``PUBLISHED`` pipelines, and the shortest and longest time
+that each lasts."""
 WEATHERS: dict[str, tuple[str, ...]] = {"calm": (), "kills": ("kill",), "storm": tuple(FAULTS)}
-"""Kinds of faults."""
+"""Kinds of faults in each weather."""
 IMPORTS = 10.0, 20.0
 GLANCE = 0.25
 TOGETHER = "all_reduce", "local_sgd", "diloco"
 
 
 class Storm(elastic_world.World):
-    """A run of ``pipelines`` of one stage by ``config``, whose batches take ``seconds``; ``kinds`` of faults come, for
-    each pipeline so many ``times`` as often as in the published storm."""
+    """A run of ``pipelines`` of one stage by ``config``, whose batches take ``seconds``. Faults of these ``kinds``
+    strike each pipeline ``times`` as often as in the published storm."""
 
     def __init__(
         self,
@@ -64,18 +65,19 @@ class Storm(elastic_world.World):
         self.config, self.pipelines, self.stages = config, pipelines, 1
         self._seconds, self._silence, self._often = seconds, silence, times * pipelines / PUBLISHED
         self.kept: defaultdict[int, int] = defaultdict(int)
-        """Steps by pipeline."""
+        """Kept steps of each pipeline."""
         self.lived, self.rounds = 0.0, dict[int, float]()
-        """Seconds of processes that were not stopped, and the members of each round over those that could be in it."""
+        """Seconds of all processes without those when they were stopped, and the members of each round divided by the
+        pipelines that could take part in it."""
         self.over = False
-        """Do no more faults come?"""
+        """True once no more faults come."""
         self.newest: dict[int, Process] = {}
         self.killed: dict[int, float] = {}
         self.back, self.gaps = list[float](), list[float]()
         self._named: dict[int, Group] = {}
-        """Groups of the starts' next rounds."""
+        """Group of the next round of each start."""
         self._kept_at: dict[int, tuple[float, int]] = {}
-        """When each start has kept its last step, and how many it had made."""
+        """Time at which each start kept its last step, and the number of steps it had made."""
         super().__init__(seed)
         faults = random.Random(seed)
         for kind in kinds:
@@ -89,7 +91,7 @@ class Storm(elastic_world.World):
         self.terms = ElasticConfig(start_pipelines=self.pipelines, gather=30.0, settle=0.6, resume=True)
 
     def validate(self) -> None:
-        """Look at what holds after each fault only, since that takes as long as there are pipelines."""
+        """Check the invariants after faults only, since a check takes longer the more pipelines there are."""
 
     def job(self, process: Process) -> list[Process]:
         return [process]
@@ -115,7 +117,7 @@ class Storm(elastic_world.World):
         return round(self.now * 1e9)
 
     def stands(self, process: Process) -> None:
-        """Be ready for a round of DiLoCo, and train on. No two readies have one number."""
+        """Be ready for a round of DiLoCo, and train on. Each ready has a number of its own."""
         process.iteration += 1
         self.is_ready(process, lambda answer: self._named.update({process.incarnation: answer.group}))
 
@@ -138,7 +140,8 @@ class Storm(elastic_world.World):
         self.stepped(process)
 
     def strikes(self, kind: str, faults: random.Random, first: float = 0.0) -> None:
-        """Let a fault of this kind come, and the next one. One that trains is left alone: others get its state."""
+        """Let a fault of this kind come, and schedule the next one. One training pipeline is always spared, from which
+        others get the state."""
         every, (shortest, longest) = FAULTS[kind]
         self.after(first + faults.expovariate(self._often / every), lambda: self.strikes(kind, faults))
         alive = [p for p in self.processes if not (p.dead or self.away(p))]
@@ -162,7 +165,7 @@ class Storm(elastic_world.World):
         self.after(1.0, self.counts)
 
     def exchanged(self, process: Process, group: Group) -> None:
-        """Wait for members that are stopped or cut off, until they are put out."""
+        """Wait for members that are stopped or cut off until they are put out."""
         members = [self.newest[worker.pipeline] for worker in group.members]
         here = {member.incarnation for member in process.talk.epoch.members}
         gone = any(p.dead or p.incarnation not in here for p in members)
@@ -198,7 +201,7 @@ def run(
     *, methods: Mapping[str, Any], only: Sequence[str], virtual: Mapping[str, Any], real: Mapping[str, Any], seed: int
 ) -> tuple[list[Row], Ratios]:
     """Run the parts that ``only`` names: ``virtual`` with the arguments of :func:`play`, and ``real`` with those of
-    :func:`live`; ``methods`` are specifications for Hydra, by name."""
+    :func:`live`. ``methods`` are specifications for Hydra, by name."""
     arguments = {"virtual": {**virtual, "methods": methods}, "real": {**real, "methods": methods}}
     return run_parts("storm", PARTS, only=only, seed=seed, **arguments)
 
@@ -215,11 +218,11 @@ def play(
 
     Args:
         methods: specifications for Hydra, by name.
-        sizes: numbers of pipelines, each with the virtual hours of its runs, and how many times as often as in the
-            published storm each of its pipelines is struck.
-        batch_seconds: of a mini-batch.
-        worker_timeout: of the scheduler, in seconds.
-        seed: of everything.
+        sizes: numbers of pipelines, each with the virtual hours of a run, and how many times as often as in the
+            published storm each pipeline is struck.
+        batch_seconds: length of a mini-batch.
+        worker_timeout: seconds of silence after which the scheduler calls a worker lost.
+        seed: seed of everything.
     """
     logging.getLogger("lightning_sdpipe").setLevel(logging.ERROR)
     rows: list[Row] = []
@@ -254,17 +257,17 @@ def live(
     worker_timeout: float,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
-    """Train in real processes until enough batches are kept, without faults and in a storm.
+    """Train in real processes, without faults and in a storm, until all batches are kept.
 
     Args:
         methods: specifications for Hydra, by name.
-        compared: those of them that run; in their rounds all pipelines take part.
-        pipelines: their number, each of one process.
-        minutes: that the batches take without faults, by the weather.
-        parameters: of the model.
-        batch_seconds: of a mini-batch, in which a worker sleeps.
-        worker_timeout: of the scheduler, in seconds.
-        seed: of the faults.
+        compared: names of methods in whose rounds all pipelines take part.
+        pipelines: number of pipelines, of one process each.
+        minutes: by weather, the time that the batches take without faults.
+        parameters: number of the model's parameters.
+        batch_seconds: length of a mini-batch, for which a worker sleeps.
+        worker_timeout: seconds of silence after which the scheduler calls a worker lost.
+        seed: seed of the faults.
 
     Where network namespaces cannot be made, no pipeline is cut off.
     """
@@ -290,7 +293,7 @@ def live(
 def _weathered(
     work: Work, worker_timeout: float, kinds: Sequence[str], draws: random.Random
 ) -> tuple[Events, list[Record]]:
-    """Return what happened to a run, and what its processes said."""
+    """Make one run; return the events that struck it, and its processes' records."""
     often = {kind: work.num_pipelines / PUBLISHED / FAULTS[kind][0] for kind in kinds}
     lasts = {kind: FAULTS[kind][1] for kind in kinds}
     most, calm = (1 << 30, 1 / sum(often.values())) if often else (0, 1.0)
@@ -304,8 +307,8 @@ def _weathered(
 
 
 def _rounds(records: Sequence[Record], able: Sequence[tuple[float, int, int]]) -> Row:
-    """Return what :func:`play` measures of rounds, and the seconds that pipelines lived, without being stopped, from
-    the first update on; ``able`` is that of the run's :class:`Events`."""
+    """Return the figures of :func:`play` about rounds, and the seconds that pipelines ran without being stopped, from
+    the first update on. ``able`` is that of the run's :class:`Events`."""
     rounds: defaultdict[int, list[float]] = defaultdict(list)
     lives: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     gaps: list[float] = []
@@ -328,7 +331,7 @@ def _rounds(records: Sequence[Record], able: Sequence[tuple[float, int, int]]) -
 
 
 def _commits(record: Record) -> list[tuple[int, float]]:
-    """Return numbers and times of the rounds of a process; those of all-reduce are its updates."""
+    """Return the numbers and times of a process's rounds; with all-reduce each update is one."""
     name = "round" if record.said("round") else "update"
     return [(int(line[name]), line["at"]) for line in record.said(name)]
 

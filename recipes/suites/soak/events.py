@@ -68,7 +68,7 @@ class Events:
         """Lines with times, to explain a failed run."""
         self.finished: set[int] = set()
         self.able: list[tuple[float, int, int]] = []
-        """Numbers of pipelines that run and are not stopped, and of those that are not cut off either, each since a time."""
+        """Times, and since then how many running pipelines are not stopped, and how many of those not cut off."""
         self.ended = ""
         """Why the run ended early, if it had to."""
         self._world, self._draws, self._most, self._calm = world, draws, count, calm
