@@ -188,17 +188,11 @@ def measure(asked: Learning) -> Row:
     ``final`` value, and ``iterations``, the number of mini-batches in an equal share of an epoch."""
     torch.set_num_threads(1)
     method = seeded(asked.method, asked.seed)
-    jointly, outer = isinstance(method, AllReduce), isinstance(method, DiLoCo)
-    replicas = Replicas(
-        asked.workload,
-        asked.num_pipelines,
-        asked.passes,
-        asked.seed,
-        jointly,
-        asked.variance_correction,
-        Nesterov(method.lr, method.momentum) if outer else AVERAGE,
-    )
-    work, n = asked.work(replicas.iterations), asked.num_pipelines
+    jointly, n = isinstance(method, AllReduce), asked.num_pipelines
+    rounds = LocalSGD(method.every) if isinstance(method, DiLoCo) else None
+    outer = Nesterov(method.lr, method.momentum) if rounds else AVERAGE
+    replicas = Replicas(asked.workload, n, asked.passes, asked.seed, jointly, asked.variance_correction, outer)
+    work = asked.work(replicas.iterations)
     total = asked.passes * replicas.iterations * n
     due, curve, trained = [total * (i + 1) // asked.points for i in range(asked.points)], list[list[float]](), 0
 
@@ -207,18 +201,16 @@ def measure(asked: Learning) -> Row:
             curve.append([at, trained * replicas.batch_size, replicas.value(asked.metric)])
             del due[0]
 
-    if jointly:
-        for update, end in enumerate(in_step(work, asked.passes)):
-            replicas.step_jointly(*divmod(update, replicas.iterations))
-            trained += n
-            look(end)
-    elif outer:
-        for update, end in enumerate(in_step(work, asked.passes, LocalSGD(method.every))):
+    if jointly or rounds:
+        for update, end in enumerate(in_step(work, asked.passes, rounds)):
             epoch, number = divmod(update, replicas.iterations)
-            for pipeline in range(n):
-                replicas.step(Step(end, pipeline, epoch, number * n + pipeline, number))
-            if (number + 1) % method.every == 0 or number + 1 == replicas.iterations:
-                replicas.move_base()
+            if rounds is None:
+                replicas.step_jointly(epoch, number)
+            else:
+                for pipeline in range(n):
+                    replicas.step(Step(end, pipeline, epoch, number * n + pipeline, number))
+                if (number + 1) % rounds.every == 0 or number + 1 == replicas.iterations:
+                    replicas.move_base()
             trained += n
             look(end)
     else:

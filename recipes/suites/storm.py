@@ -250,10 +250,8 @@ def live(
     *,
     methods: Mapping[str, Any],
     compared: Sequence[str],
-    pipelines: int,
     minutes: Mapping[str, float],
-    parameters: int,
-    batch_seconds: float,
+    work: Mapping[str, Any],
     worker_timeout: float,
     seed: int,
 ) -> tuple[list[Row], Ratios]:
@@ -262,10 +260,8 @@ def live(
     Args:
         methods: specifications for Hydra, by name.
         compared: names of methods in whose rounds all pipelines take part.
-        pipelines: number of pipelines, of one process each.
         minutes: by weather, the time that the batches take without faults.
-        parameters: number of the model's parameters.
-        batch_seconds: length of a mini-batch, for which a worker sleeps.
+        work: options of :class:`~recipes.suites.elastic.Work`.
         worker_timeout: seconds of silence after which the scheduler calls a worker lost.
         seed: seed of the faults.
 
@@ -276,15 +272,14 @@ def live(
     for name in compared:
         calm = 0.0
         for weather, lasting in minutes.items():
-            batches = round(60 * lasting / batch_seconds) * pipelines
-            emulated: dict[str, Any] = {"batch_seconds": batch_seconds, "num_parameters": parameters}
-            work = Work(1, pipelines, hydra.utils.instantiate(methods[name]), batches, **emulated)
-            done, records = _weathered(work, worker_timeout, WEATHERS[weather], random.Random(seed))
+            batches = round(60 * lasting / work["batch_seconds"]) * work["num_pipelines"]
+            training = Work(num_stages=1, sync=hydra.utils.instantiate(methods[name]), batches=batches, **work)
+            done, records = _weathered(training, worker_timeout, WEATHERS[weather], random.Random(seed))
             found = _rounds(records, done.able)
             rate = batches / found["lived"]
             calm = calm or rate
-            row = {"method": name, "pipelines": pipelines, "weather": f"{weather}/real", "minutes": lasting, "one": 1}
-            row |= {"kept": rate / calm, "faults": dict(done.what), "bystanders": done.bystanders}
+            row = {"method": name, "pipelines": training.num_pipelines, "weather": f"{weather}/real", "one": 1}
+            row |= {"minutes": lasting, "kept": rate / calm, "faults": dict(done.what), "bystanders": done.bystanders}
             rows.append(row | found)
             print(rows[-1], flush=True)
     return rows, ratios_of(rows)
@@ -313,27 +308,20 @@ def _rounds(records: Sequence[Record], able: Sequence[tuple[float, int, int]]) -
     lives: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     gaps: list[float] = []
     for record in records:
-        made = _commits(record)
-        for number, at in made:
-            rounds[number].append(at)
-        gaps += [after - before for (_, before), (_, after) in pairwise(made)]
+        kind = "round" if record.said("round") else "update"  # with all-reduce each update is a round
+        made = record.said(kind)
+        for line in made:
+            rounds[line[kind]].append(line["at"])
+        gaps += [after["at"] - before["at"] for before, after in pairwise(made)]
         if made:
-            lives[record.pipeline].append((made[0][1], record.lines[-1]["at"]))
+            lives[record.pipeline].append((made[0]["at"], record.lines[-1]["at"]))
     back = [begins - ended for of_one in lives.values() for (_, ended), (begins, _) in pairwise(of_one)]
     first = min(at for record in records for at in record.times("update"))
     lived = sum(count * max(0.0, end - max(at, first)) for (at, count, _), (end, *_) in pairwise(able))
-    shares = []
-    for times in rounds.values():
-        could = next(count for at, _, count in reversed(able) if at <= min(times))
-        shares.append(len(times) / max(len(times), could))
+    could = [next(count for at, _, count in reversed(able) if at <= min(times)) for times in rounds.values()]
+    shares = [len(times) / max(len(times), most) for times, most in zip(rounds.values(), could, strict=True)]
     row = {"members": statistics.fmean(shares), "rounds": len(shares), "deaths": len(back), "lived": lived}
     return row | {"back": statistics.median(back or [0.0]), "stood": max(gaps, default=0.0)}
-
-
-def _commits(record: Record) -> list[tuple[int, float]]:
-    """Return the numbers and times of a process's rounds; with all-reduce each update is one."""
-    name = "round" if record.said("round") else "update"
-    return [(int(line[name]), line["at"]) for line in record.said(name)]
 
 
 PARTS: Parts = {"virtual": play, "real": live}

@@ -51,12 +51,16 @@ def test_replicas_that_always_meet_are_one_joint_batch() -> None:
         **{"num_pipelines": 3, "passes": 2, "seconds": 0.1, "exchange": 0.0, "variance_correction": False},
         **{"metric": "val_accuracy", "points": 2, "seed": 0},
     }
-    models, gradients = (
+    models, rounds, gradients = (
         measure(Learning(method={"_target_": f"lightning_sdpipe.{name}", **given}, **options))
-        for name, given in (("SemiDecentralized", {"window": inf}), ("AllReduce", {}))
+        for name, given in (
+            ("SemiDecentralized", {"window": inf}),
+            ("DiLoCo", {"every": 1, "lr": 1.0, "momentum": 0.0}),
+            ("AllReduce", {}),
+        )
     )
-    assert [point[1:] for point in models["curve"]] == [
-        pytest.approx(point[1:], rel=0.01) for point in gradients["curve"]
-    ]
+    for averaged in (models, rounds):
+        for point, expected in zip(averaged["curve"], gradients["curve"], strict=True):
+            assert point[1:] == pytest.approx(expected[1:], rel=0.01)
     assert [point[1] for point in models["curve"]] == [14 * 3 * 32, 28 * 3 * 32]
     assert models["final"] > 0.3
