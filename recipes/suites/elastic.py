@@ -226,14 +226,8 @@ def train(work: Work, directory: Path, fault: Fault | None, rank: int) -> None:
     if fault is not None and int(os.environ["RANK"]) == rank:
         inject(fault, trainer, diary)
     note_transfers(diary)
-    hook(outer_state.OuterState, "adopt", partial(note_round, diary))
+    hook(outer_state.OuterState, "adopt", lambda _, new, *__: diary.say(round=new.rounds if new.moved else None))
     fit(trainer, module, loaders)
-
-
-def note_round(diary: Diary, _: Any, new: outer_state.NewBase, *__: Any) -> None:
-    """Make a process say which round of DiLoCo it has taken part in."""
-    if new.moved:
-        diary.say(round=new.rounds)
 
 
 def note_transfers(diary: Diary) -> None:

@@ -274,8 +274,17 @@ def live(
         for weather, lasting in minutes.items():
             batches = round(60 * lasting / work["batch_seconds"]) * work["num_pipelines"]
             training = Work(num_stages=1, sync=hydra.utils.instantiate(methods[name]), batches=batches, **work)
-            done, records = _weathered(training, worker_timeout, WEATHERS[weather], random.Random(seed))
-            found = _rounds(records, done.able)
+            often = {kind: training.num_pipelines / PUBLISHED / FAULTS[kind][0] for kind in WEATHERS[weather]}
+            most, mean = (1 << 30, 1 / sum(often.values())) if often else (0, 1.0)
+            lasts = {kind: FAULTS[kind][1] for kind in often}
+            with (
+                here(training.num_pipelines) as place,
+                tempfile.TemporaryDirectory(prefix="storm-") as directory,
+                World(Path(directory), training, worker_timeout=worker_timeout, hosts=place.hosts) as world,
+            ):
+                left_out = frozenset(place.left_out)
+                done = Events(world, random.Random(seed), most, mean, left_out, {}, often, lasts, IMPORTS)
+                found = _rounds(done.until_the_end().able, world.records())
             rate = batches / found["lived"]
             calm = calm or rate
             row = {"method": name, "pipelines": training.num_pipelines, "weather": f"{weather}/real", "one": 1}
@@ -285,23 +294,7 @@ def live(
     return rows, ratios_of(rows)
 
 
-def _weathered(
-    work: Work, worker_timeout: float, kinds: Sequence[str], draws: random.Random
-) -> tuple[Events, list[Record]]:
-    """Make one run; return the events that struck it, and its processes' records."""
-    often = {kind: work.num_pipelines / PUBLISHED / FAULTS[kind][0] for kind in kinds}
-    lasts = {kind: FAULTS[kind][1] for kind in kinds}
-    most, calm = (1 << 30, 1 / sum(often.values())) if often else (0, 1.0)
-    with (
-        here(work.num_pipelines) as place,
-        tempfile.TemporaryDirectory(prefix="storm-") as directory,
-        World(Path(directory), work, worker_timeout=worker_timeout, hosts=place.hosts) as world,
-    ):
-        done = Events(world, draws, most, calm, frozenset(place.left_out), {}, often, lasts, IMPORTS)
-        return done.until_the_end(), world.records()
-
-
-def _rounds(records: Sequence[Record], able: Sequence[tuple[float, int, int]]) -> Row:
+def _rounds(able: Sequence[tuple[float, int, int]], records: Sequence[Record]) -> Row:
     """Return the figures of :func:`play` about rounds, and the seconds that pipelines ran without being stopped, from
     the first update on. ``able`` is that of the run's :class:`Events`."""
     rounds: defaultdict[int, list[float]] = defaultdict(list)
@@ -309,7 +302,7 @@ def _rounds(records: Sequence[Record], able: Sequence[tuple[float, int, int]]) -
     gaps: list[float] = []
     for record in records:
         kind = "round" if record.said("round") else "update"  # with all-reduce each update is a round
-        made = record.said(kind)
+        made = [line for line in record.said(kind) if line[kind] is not None]  # None where the base was handed over
         for line in made:
             rounds[line[kind]].append(line["at"])
         gaps += [after["at"] - before["at"] for before, after in pairwise(made)]
@@ -330,10 +323,8 @@ PARTS: Parts = {"virtual": play, "real": live}
 def ratios_of(rows: Sequence[Row]) -> Ratios:
     """Return the ratios of each method and size; no rows give none."""
     goals: dict[str, Goal] = {}
-    for row in rows:
+    for row in [row for row in rows if not row["weather"].startswith("calm")]:
         name, weather, size = row["method"], row["weather"], row["pipelines"]
-        if weather.startswith("calm"):
-            continue
         of, key = {"method": name, "weather": weather, "pipelines": size}, f"{name}/{size}/{weather}"
         if name in TOGETHER:
             meaning = "members of a round over those that live and are not stopped or cut off; published: 0.5"

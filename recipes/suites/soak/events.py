@@ -23,8 +23,6 @@ WEIGHTS = {
 }
 LASTS = dict.fromkeys(WEIGHTS, (0.2, 3 * SILENCE))
 """Shortest and longest seconds of each kind of event that lasts."""
-AWAY = 0.0, 1.0
-"""Shortest and longest seconds from the end of a pipeline to its next start."""
 VICTIMS = {"kill": 1, "term": 1, "silent": 1, "stop": 1, "cut": 1, "leader_and_scheduler": 1, "two": 2}
 
 
@@ -57,7 +55,7 @@ class Events:
         disks: Mapping[str, Path],
         weights: Mapping[str, float] = WEIGHTS,
         lasts: Mapping[str, tuple[float, float]] = LASTS,
-        away: tuple[float, float] = AWAY,
+        away: tuple[float, float] = (0.0, 1.0),
         regular: bool = False,
     ) -> None:
         self.what: Counter[str] = Counter()
