@@ -175,7 +175,9 @@ def test_leaders_go_and_others_lead_on(tmp_path: Path, work: Work) -> None:
         assert last["leads"]
         assert max(steps) > last["ended"] - 10  # of the last one
         saved = {int(path.stem.split("=")[-1]) for path in (logs / "checkpoints").iterdir()}
-        assert set(range(10, last["ended"] + 1, 10)) == saved
+        due = set(range(10, last["ended"] + 1, 10))
+        reached = max(row.get("step", 0) for row in run.rows(0)[-1])
+        assert due - {10 * -(-reached // 10)} <= saved <= due  # its next checkpoint may have died with the first leader
 
 
 def fit_and_stop_while_writing(directory: Path) -> None:
