@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdpipe import p2p
 from lightning_sdpipe.exchange import moving
 from lightning_sdpipe.exchange.collectives import SumInPlace, average_all, take_over
 from lightning_sdpipe.exchange.moving import finish
@@ -30,6 +33,23 @@ def collect(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     if here.pipeline != 1:
         finish(SumInPlace(here).start(sums[:1], group((0, 2), (1.0,) * 2)))
     return mean, copied, sums
+
+
+class Late(dist.Work):
+    """Succeeds when a wait for it has just run out of time."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if timeout:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_sum_that_is_there_just_after_its_time_has_not_failed() -> None:
+    here = Replicas(None, range(2), 0, 0, connections=p2p.Connections())  # type: ignore[arg-type]
+    SumInPlace(here).wait(Late())
 
 
 @pytest.mark.distributed
