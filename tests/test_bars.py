@@ -40,7 +40,7 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 BARS = {
     "code lines of the package": 37_660,
     "code lines of recipes, without baselines and tools": 6_999,
-    "code lines of tests": 38_970,
+    "code lines of tests": 38_983,
     "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,
 }

@@ -155,7 +155,7 @@ class ElasticConnection:
         """Tell the scheduler of ``exception``, unless another process failed first: then the scheduler sees that this
         one ends."""
         self._watchdog.disarm()
-        if isinstance(exception, SIGTERMException | KeyboardInterrupt):
+        if isinstance(exception, SystemExit | KeyboardInterrupt):  # by a signal, or the script's own decision: no error
             self.depart(finished=False)
             return
         self._departed = True  # and has not finished

@@ -53,8 +53,9 @@ def pair() -> Iterator[tuple[ElasticConnection, Other]]:
         (ValueError("a bug"), "failed: ValueError: a bug"),
         (WorkerFailedError("it came to a barrier when the others had gone on"), "its connection closed"),
         (SIGTERMException(), "was told to end"),
+        (SystemExit(143), "was told to end"),
     ],
-    ids=["its own", "of others", "notice"],
+    ids=["its own", "of others", "notice", "exit"],
 )
 def test_who_failed_is_lost(pair: tuple[ElasticConnection, Other], failure: BaseException, said: str) -> None:
     membership, other = pair
