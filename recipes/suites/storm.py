@@ -10,6 +10,7 @@ imports take. A step is *kept* when it is in a model that an exchange has made.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import statistics
 import tempfile
@@ -311,7 +312,8 @@ def _rounds(able: Sequence[tuple[float, int, int]], records: Sequence[Record]) -
     back = [begins - ended for of_one in lives.values() for (_, ended), (begins, _) in pairwise(of_one)]
     first = min(at for record in records for at in record.times("update"))
     lived = sum(count * max(0.0, end - max(at, first)) for (at, count, _), (end, *_) in pairwise(able))
-    could = [next(count for at, _, count in reversed(able) if at <= min(times)) for times in rounds.values()]
+    begun = [(-math.inf, *able[0][1:]), *able]  # rounds may come before the first entry
+    could = [next(count for at, _, count in reversed(begun) if at <= min(times)) for times in rounds.values()]
     shares = [len(times) / max(len(times), most) for times, most in zip(rounds.values(), could, strict=True)]
     row = {"members": statistics.fmean(shares), "rounds": len(shares), "deaths": len(back), "lived": lived}
     return row | {"back": statistics.median(back or [0.0]), "stood": max(gaps, default=0.0)}
