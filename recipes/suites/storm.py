@@ -203,8 +203,8 @@ def run(
 ) -> tuple[list[Row], Ratios]:
     """Run the parts that ``only`` names: ``virtual`` with the arguments of :func:`play`, and ``real`` with those of
     :func:`live`. ``methods`` are specifications for Hydra, by name."""
-    arguments = {"virtual": {**virtual, "methods": methods}, "real": {**real, "methods": methods}}
-    return run_parts("storm", PARTS, only=only, seed=seed, **arguments)
+    both = {"virtual": {**virtual, "methods": methods}, "real": {**real, "methods": methods}}
+    return run_parts("storm", PARTS, only=only, seed=seed, **both)
 
 
 def play(
@@ -260,7 +260,7 @@ def live(
 
     Args:
         methods: specifications for Hydra, by name.
-        compared: names of methods in whose rounds all pipelines take part.
+        compared: ``all_reduce``, ``diloco``.
         minutes: by weather, the time that the batches take without faults.
         work: options of :class:`~recipes.suites.elastic.Work`.
         worker_timeout: seconds of silence after which the scheduler calls a worker lost.
@@ -284,36 +284,36 @@ def live(
                 World(Path(directory), training, worker_timeout=worker_timeout, hosts=place.hosts) as world,
             ):
                 left_out = frozenset(place.left_out)
-                done = Events(world, random.Random(seed), most, mean, left_out, {}, often, lasts, IMPORTS)
-                found = _rounds(done.until_the_end().able, world.records())
+                done = Events(world, random.Random(seed), most, mean, left_out, {}, often, lasts, IMPORTS, ())
+                found = _rounds(done.until_the_end(), world.records())
             rate = batches / found["lived"]
             calm = calm or rate
             row = {"method": name, "pipelines": training.num_pipelines, "weather": f"{weather}/real", "one": 1}
-            row |= {"minutes": lasting, "kept": rate / calm, "faults": dict(done.what), "bystanders": done.bystanders}
+            row |= {"minutes": lasting, "kept": rate / calm, "faults": dict(done.what), "left_out": done.left_out}
             rows.append(row | found)
             print(rows[-1], flush=True)
     return rows, ratios_of(rows)
 
 
-def _rounds(able: Sequence[tuple[float, int, int]], records: Sequence[Record]) -> Row:
+def _rounds(done: Events, records: Sequence[Record]) -> Row:
     """Return the figures of :func:`play` about rounds, and the seconds that pipelines ran without being stopped, from
-    the first update on. ``able`` is that of the run's :class:`Events`."""
+    the first update on."""
+    assert not done.ended, done.ended
+    kind = "round" if any(record.said("round") for record in records) else "update"  # all-reduce: each update is one
+    made: defaultdict[int, list[float]] = defaultdict(list)
     rounds: defaultdict[int, list[float]] = defaultdict(list)
-    lives: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     gaps: list[float] = []
     for record in records:
-        kind = "round" if record.said("round") else "update"  # with all-reduce each update is a round
-        made = [line for line in record.said(kind) if line[kind] is not None]  # None where the base was handed over
-        for line in made:
+        own = [line for line in record.said(kind) if line[kind] is not None]  # None where the base was handed over
+        for line in own:
             rounds[line[kind]].append(line["at"])
-        gaps += [after["at"] - before["at"] for before, after in pairwise(made)]
-        if made:
-            lives[record.pipeline].append((made[0]["at"], record.lines[-1]["at"]))
-    back = [begins - ended for of_one in lives.values() for (_, ended), (begins, _) in pairwise(of_one)]
-    first = min(at for record in records for at in record.times("update"))
-    lived = sum(count * max(0.0, end - max(at, first)) for (at, count, _), (end, *_) in pairwise(able))
-    begun = [(-math.inf, *able[0][1:]), *able]  # rounds may come before the first entry
-    could = [next(count for at, _, count in reversed(begun) if at <= min(times)) for times in rounds.values()]
+            made[record.pipeline].append(line["at"])
+        gaps += [after["at"] - before["at"] for before, after in pairwise(own)]
+    back = [min([at for at in made[i] if at > killed], default=math.inf) - killed for i, killed in done.kills]
+    first, end = (pick(at for r in records for at in r.times("update")) for pick in (min, max))
+    able = [(first, *done.able[0][1:]), *done.able, (end, 0, 0)]
+    lived = sum(count * max(0.0, after - at) for (at, count, _), (after, *_) in pairwise(able))
+    could = [next(count for at, _, count in reversed(able) if at <= min(times)) for times in rounds.values()]
     shares = [len(times) / max(len(times), most) for times, most in zip(rounds.values(), could, strict=True)]
     row = {"members": statistics.fmean(shares), "rounds": len(shares), "deaths": len(back), "lived": lived}
     return row | {"back": statistics.median(back or [0.0]), "stood": max(gaps, default=0.0)}

@@ -127,8 +127,6 @@ def run(
     rows: list[Row] = []
     calm_losses: dict[tuple[Any, ...], float | None] = {}
     with here(num_pipelines) as place:
-        for reason in sorted(set(place.left_out.values())):
-            print(f"without {', '.join(kind for kind, why in place.left_out.items() if why == reason)}: {reason}")
         while sum(row["events"] for row in rows) < events and (runs is None or len(rows) < runs):
             number = seed + len(rows)
             draws = random.Random(f"soak {number}")  # a string, since nearby integers would draw alike at first
@@ -178,7 +176,8 @@ def _going_with(
 
 @contextmanager
 def here(num_pipelines: int) -> Iterator[Here]:
-    """Make cables that can be pulled, and check that disks can be filled, as far as this process may."""
+    """Make cables that can be pulled, and check that disks can be filled, as far as this process may; print
+    what it may not."""
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
         try:
@@ -192,6 +191,8 @@ def here(num_pipelines: int) -> Iterator[Here]:
             stack.enter_context(inside(names[-1]))
         except NotAllowed as reason:
             left_out |= dict.fromkeys(CUTS, str(reason))
+        for why in sorted(set(left_out.values())):
+            print(f"without {', '.join(kind for kind, reason in left_out.items() if reason == why)}: {why}")
         yield Here(names, left_out)
 
 

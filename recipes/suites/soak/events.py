@@ -6,7 +6,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from recipes.harness import namespaces, small_disks
@@ -42,6 +42,7 @@ class Events:
         weights: weights of the kinds.
         lasts: shortest and longest seconds of each kind.
         away: shortest and longest seconds from the end of a pipeline to its next start.
+        inside: phases in one of which every fourth process that is started again kills itself.
         regular: whether events come every ``calm`` seconds, and a dead pipeline is restarted at once without a fault.
     """
 
@@ -56,6 +57,7 @@ class Events:
         weights: Mapping[str, float] = WEIGHTS,
         lasts: Mapping[str, tuple[float, float]] = LASTS,
         away: tuple[float, float] = (0.0, 1.0),
+        inside: Sequence[str] = INSIDE,
         regular: bool = False,
     ) -> None:
         self.what: Counter[str] = Counter()
@@ -67,11 +69,13 @@ class Events:
         self.finished: set[int] = set()
         self.able: list[tuple[float, int, int]] = []
         """Times, and since then how many running pipelines are not stopped, and how many of those not cut off."""
+        self.kills: list[tuple[int, float]] = []
+        """Each pipeline that was killed, and when."""
         self.ended = ""
         """Why the run ended early, if it had to."""
         self._world, self._draws, self._most, self._calm = world, draws, count, calm
         self._left_out, self._disks, self._weights, self._regular = left_out, disks, weights, regular
-        self._lasts, self._away = lasts, away
+        self._lasts, self._away, self._inside = lasts, away, inside
         self._everybody = range(world.work.num_pipelines)
         self._due: dict[int, float] = {}
         """When each dead pipeline is restarted."""
@@ -185,9 +189,9 @@ class Events:
     # ------------------------------------------------------------ what happens
 
     def _perhaps_a_fault(self) -> Fault | None:
-        if self._regular or self.count >= self._most or self._draws.random() > 0.25:
+        if self._regular or not self._inside or self.count >= self._most or self._draws.random() > 0.25:
             return None
-        phase = self._draws.choice(INSIDE)
+        phase = self._draws.choice(self._inside)
         fault = Fault(phase, self._draws.randrange(2 * self._world.work.batches // len(self._everybody)))
         self._happens(phase, f"to come: {fault}")
         return fault
@@ -222,7 +226,8 @@ class Events:
             case _:
                 for victim in victims:
                     if kind != "all" or self._lives(victim, rank):
-                        world.kill(victim, rank, signal.SIGTERM if kind == "term" else signal.SIGKILL)
+                        at = world.kill(victim, rank, signal.SIGTERM if kind == "term" else signal.SIGKILL)
+                        self.kills.append((victim, at))
         if kind in ("scheduler", "leader_and_scheduler") or (kind == "full_logs" and seconds > SILENCE):
             world.restart_scheduler()
         self._happens(kind, f"pipelines {victims}, rank {rank}, {seconds:.1f} s")
