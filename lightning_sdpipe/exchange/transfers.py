@@ -104,7 +104,7 @@ def complete(
                 moved, since = now, time.monotonic()
             elif limit and time.monotonic() - since >= limit.total_seconds():
                 reason = f"no byte has come or gone for {limit.total_seconds():g} s"
-        if reason and not wait.done.wait(_GLANCE):
+        if reason and not wait.done.wait(_GLANCE) and messages[wait.at] is message:
             raise WorkerFailedError(f"exchanging with {message.peer} was broken off: {reason}")
     if wait.failure is not None:
         raise wait.failure

@@ -87,9 +87,10 @@ class JobStore:
         try:
             self.store.wait([f"{name}/{rank}" for rank in range(self.size)], timedelta(seconds=self.patience))
         except RuntimeError as error:
-            raise WorkerFailedError(
-                f"rank {', '.join(map(str, self._missing(name)))} did not come to {name!r} within {self.patience:.0f} s"
-            ) from error
+            if missing := self._missing(name):  # the last one may have come since
+                ranks = ", ".join(map(str, missing))
+                said = f"rank {ranks} did not come to {name!r} within {self.patience:.0f} s"
+                raise WorkerFailedError(said) from error
 
     def _missing(self, name: str) -> Sequence[int]:
         try:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +45,24 @@ from lightning_sdpipe.worker.launching import job
 
 _PATIENCE = 2.0  # seconds in which a worker that computes, or waits for the scheduler, ends by itself
 _LOOK = 2.0  # seconds between two looks
-_BY_SIGNAL: Mapping[type[BaseException], str] = {
-    KeyboardInterrupt: "ended by Ctrl-C",
-    SIGTERMException: "ended by SIGTERM",
-}
+_GLANCE = 0.25  # seconds in which a wait that has just succeeded is over
+_BY_SIGNAL = (
+    (KeyboardInterrupt, 128 + signal.SIGINT, "ended by Ctrl-C"),
+    (SIGTERMException, 128 + signal.SIGTERM, "ended by SIGTERM"),
+)
 _LAST_WORDS = 5.0  # seconds
 _OTHERS_DEPART = 30.0  # seconds that rank 0 keeps its scheduler for the others
 MakePlans = Callable[[Sequence[PipelineCut]], Sequence[Plan]]
 """Makes the plan of each cut, the same on every rank; all must call it."""
+
+
+def ended_by(exception: BaseException) -> str:
+    """Return the signal by which ``exception`` ends this process, in words; empty if by none. A script's own handler
+    may have raised SystemExit, with the usual code."""
+    for kind, code, said in _BY_SIGNAL:
+        if isinstance(exception, kind) or (isinstance(exception, SystemExit) and exception.code == code):
+            return said
+    return ""
 
 
 class Watchdog:
@@ -89,7 +100,7 @@ class Watchdog:
         self._looking.start()
 
     def arm(self, failure: End) -> None:
-        if not self._noticed.is_set():
+        if self._timer is None and not self._noticed.is_set():
             self._timer = threading.Timer(_PATIENCE, self._end, [failure])
             self._timer.daemon = True
             self._timer.start()
@@ -108,8 +119,9 @@ class Watchdog:
         while not self._noticed.wait(_LOOK):
             now = p2p.waited_for()
             self._tell(before & now)
-            for error in (transfer.lost() for transfer in before & now):
-                if error is not None:
+            for wait in before & now:
+                error = wait.lost()  # also of a wait that has just succeeded, if its sender is gone since
+                if error is not None and not self._noticed.wait(_GLANCE) and wait in p2p.waited_for():
                     self._lost(str(error))
                     return
             limit = self._limit()
@@ -132,8 +144,9 @@ class Watchdog:
             self._telling.start()
 
     def _end(self, failure: End) -> None:
-        print(self._describe(failure), file=sys.stderr, flush=True)
-        self._give_up()
+        if not self._noticed.is_set():
+            print(self._describe(failure), file=sys.stderr, flush=True)
+            self._give_up()
 
 
 @dataclass(frozen=True)
@@ -273,7 +286,7 @@ class SchedulerConnection:
             SIGTERMException: this process was ``told_to_end`` too, and the other worker was faster.
         """
         failure = self.client.first_failure(timeout=2.0)
-        if told_to_end() and (failure is None or failure.reason == _BY_SIGNAL[SIGTERMException]):
+        if told_to_end() and (failure is None or failure.reason == ended_by(SIGTERMException())):
             raise SIGTERMException from error
         if failure is not None and failure.worker != self._worker:
             raise WorkerFailedError(self._describe(failure)) from error
@@ -291,7 +304,7 @@ class SchedulerConnection:
             keep_until_the_end(open_groups())
         self._finishes = False
         if not isinstance(exception, WorkerFailedError) or LOST_CONNECTION in str(exception):
-            by_signal = _BY_SIGNAL.get(type(exception))
+            by_signal = ended_by(exception)
             self.client.failed(by_signal or f"{type(exception).__name__}: {exception}")
             if by_signal:  # a signal ends a process without a message
                 print(f"{self._place(self._worker)} was {by_signal}.", file=sys.stderr, flush=True)

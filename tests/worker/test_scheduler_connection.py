@@ -52,11 +52,12 @@ def test_told_to_end_like_another_that_was_faster(pair: tuple[SchedulerConnectio
         hear(membership, told_to_end=False)
 
 
+@pytest.mark.parametrize("exception", [SIGTERMException(), SystemExit(143)])
 def test_ones_own_failure_stays_what_it_was(
-    pair: tuple[SchedulerConnection, OrdinaryClient], capsys: pytest.CaptureFixture[str]
+    pair: tuple[SchedulerConnection, OrdinaryClient], capsys: pytest.CaptureFixture[str], exception: SystemExit
 ) -> None:
     membership, other = pair
-    membership.fail(SIGTERMException())
+    membership.fail(exception)
     assert "Stage 0 of pipeline 0 (rank 0) was ended by SIGTERM." in capsys.readouterr().err
     with pytest.raises(WorkerFailedError, match="connection closed by peer"):
         hear(membership, told_to_end=False)

@@ -20,6 +20,7 @@ from lightning_sdpipe.errors import LOST_CONNECTION, WorkerFailedError
 from lightning_sdpipe.worker import scheduler_connection
 from lightning_sdpipe.worker.scheduler_connection import Watchdog
 from tests import relay
+from tests.patience import until
 
 SIZE = 2**23  # values: more than a network holds
 
@@ -64,6 +65,28 @@ def test_a_connection_that_is_lost_amid_a_message_is_noticed(lost: queue.SimpleQ
         assert thread.is_alive()
         assert not arriving[-1]
         del sent
+
+
+class Gone(p2p.Transfer):
+    """A wait for a sender that is gone."""
+
+    def lost(self) -> WorkerFailedError:
+        return WorkerFailedError(self.peer)
+
+
+class Over(Gone):
+    """A wait whose message comes just before that is asked."""
+
+    def lost(self) -> WorkerFailedError:
+        del p2p._waited_for[self]
+        return super().lost()
+
+
+def test_a_wait_that_has_just_succeeded_is_not_lost(lost: queue.SimpleQueue[str]) -> None:
+    p2p._waited_for[Over("rank 1")] = None
+    until(lambda: not p2p._waited_for)
+    p2p._waited_for[Gone("rank 2")] = None
+    assert lost.get() == "rank 2"
 
 
 def test_a_message_that_is_late_is_waited_for(lost: queue.SimpleQueue[str]) -> None:

@@ -28,7 +28,7 @@ from lightning_sdpipe.partition.plan import Plan
 from lightning_sdpipe.policies.events import Worker
 from lightning_sdpipe.scheduler.client.client import Callbacks, CancelledError, SchedulerClient
 from lightning_sdpipe.scheduler.membership_protocol import End
-from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress, Watchdog
+from lightning_sdpipe.worker.scheduler_connection import MakePlans, SchedulerAddress, Watchdog, ended_by
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class ElasticConnection:
         """Tell the scheduler of ``exception``, unless another process failed first: then the scheduler sees that this
         one ends."""
         self._watchdog.disarm()
-        if isinstance(exception, SystemExit | KeyboardInterrupt):  # by a signal, or the script's own decision: no error
+        if ended_by(exception):
             self.depart(finished=False)
             return
         self._departed = True  # and has not finished
