@@ -108,10 +108,10 @@ class GroupDelivery:
             self._unreachable(first[1], first[2], True, now)
         if self._exchanges.due <= now:
             for sequence, workers in self._exchanges.look(now, self._here):
-                names = ", ".join(map(str, workers))
                 if sequence not in self._exchanges.given_up:  # else a member gave it up by itself
+                    names = ", ".join(map(str, workers))
+                    logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
                     self._unreachable(workers[0].stage, [worker.pipeline for worker in workers], False, now)
-                logger.warning("workers %s have been stuck in exchange %d, which is broken off", names, sequence)
                 self._stuck_in.update(dict.fromkeys(workers, sequence))
                 self._levels.change(workers)
 
