@@ -38,9 +38,9 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_660,
-    "code lines of recipes, without baselines and tools": 6_999,
-    "code lines of tests": 38_983,
+    "code lines of the package": 37_670,
+    "code lines of recipes, without baselines and tools": 7_000,
+    "code lines of tests": 38_998,
     "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,
 }

@@ -192,8 +192,7 @@ def measure(asked: Learning) -> Row:
     rounds = LocalSGD(method.every) if isinstance(method, DiLoCo) else None
     outer = Nesterov(method.lr, method.momentum) if rounds else AVERAGE
     replicas = Replicas(asked.workload, n, asked.passes, asked.seed, jointly, asked.variance_correction, outer)
-    work = asked.work(replicas.iterations)
-    total = asked.passes * replicas.iterations * n
+    work, total = asked.work(replicas.iterations), asked.passes * replicas.iterations * n
     due, curve, trained = [total * (i + 1) // asked.points for i in range(asked.points)], list[list[float]](), 0
 
     def look(at: float) -> None:

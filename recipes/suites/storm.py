@@ -283,14 +283,13 @@ def live(
                 tempfile.TemporaryDirectory(prefix="storm-") as directory,
                 World(Path(directory), training, worker_timeout=worker_timeout, hosts=place.hosts) as world,
             ):
-                left_out = frozenset(place.left_out)
-                done = Events(world, random.Random(seed), most, mean, left_out, {}, often, lasts, IMPORTS, ())
+                left_out, draws = frozenset(place.left_out), random.Random(seed)
+                done = Events(world, draws, most, mean, left_out, {}, often, lasts, IMPORTS, ())
                 found = _rounds(done.until_the_end(), world.records())
-            rate = batches / found["lived"]
-            calm = calm or rate
+            calm = calm or batches / found["lived"]
             row = {"method": name, "pipelines": training.num_pipelines, "weather": f"{weather}/real", "one": 1}
-            row |= {"minutes": lasting, "kept": rate / calm, "faults": dict(done.what), "left_out": done.left_out}
-            rows.append(row | found)
+            row |= {"kept": batches / found["lived"] / calm, "faults": dict(done.what), "left_out": done.left_out}
+            rows.append(row | found | {"minutes": lasting})
             print(rows[-1], flush=True)
     return rows, ratios_of(rows)
 
@@ -300,9 +299,7 @@ def _rounds(done: Events, records: Sequence[Record]) -> Row:
     the first update on."""
     assert not done.ended, done.ended
     kind = "round" if any(record.said("round") for record in records) else "update"  # all-reduce: each update is one
-    made: defaultdict[int, list[float]] = defaultdict(list)
-    rounds: defaultdict[int, list[float]] = defaultdict(list)
-    gaps: list[float] = []
+    made, rounds, gaps = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list), list[float]()
     for record in records:
         own = [line for line in record.said(kind) if line[kind] is not None]  # None where the base was handed over
         for line in own:
