@@ -399,12 +399,15 @@ def test_a_group_in_which_something_is_handed_over_waits_for_a_process_group_unl
     assert handed(d.holds(Worker(0, 2), C, epoch)) == [(1, 2)]
 
 
-def test_the_exchange_of_a_round_that_a_member_lacks_is_broken_off_for_all_that_are_in_it() -> None:
+def test_the_exchange_of_a_round_that_a_member_lacks_is_broken_off_for_all_that_are_in_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The one that lacks it may never have begun it."""
     d, group = broken_round()
     exchange = Exchanging(group.sequence, (0, 1, 2), 0)
     d.say(e.Beat, Worker(0, 0), A.incarnation, (4,), 4, True, 0, exchange, now=4.0)
     assert stuck(d.service.tick(4.1)) == [(e.peer_of(Worker(0, 0), A.incarnation), (group.sequence,))]
+    assert "stuck" not in caplog.text
 
 
 def test_a_new_epoch_is_one_message_for_all_that_are_told_the_same_and_again_for_those_that_have_not_seen_it() -> None:

@@ -152,7 +152,6 @@ def test_one_is_killed_in_a_round_and_comes_back(
         run.lose_and_regain(partial(work, fault=Fault(phase, 8)), work)
         run.finish_well(sync=AllReduce())
         check(run, [0, 1, 2], BATCH if exchange.is_full else 1)
-        assert "have been stuck" not in run.said()
 
 
 def test_one_that_breaks_off_gets_the_mean_of_encoded_gradients_all_the_same(tmp_path: Path) -> None:
