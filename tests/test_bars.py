@@ -38,8 +38,8 @@ INTERNALS = (f"{PACKAGE}.lightning_internals", f"{PACKAGE}.lightning_results")
 """Where names that Lightning keeps private may be used."""
 
 BARS = {
-    "code lines of the package": 37_670,
-    "code lines of recipes, without baselines and tools": 7_000,
+    "code lines of the package": 37_672,
+    "code lines of recipes, without baselines and tools": 6_998,
     "code lines of tests": 39_000,
     "statements that raise something": 480,
     "types of messages, events, decisions and effects": 77,

@@ -121,7 +121,9 @@ def _is_done(work: dist.Work, within: timedelta | None) -> bool:
     try:
         work.wait(within or timedelta(0))
     except RuntimeError:
-        if within is not None and not work.is_completed():
+        if within is None:
+            raise
+        if not work.is_completed():
             return False
         work.wait()  # again, since it may have succeeded after that time, but before it was looked at
     return True
