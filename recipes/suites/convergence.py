@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_sdpipe import AllReduce, DiLoCo, LocalSGD
+from lightning_sdpipe.errors import ConfigurationError
 from lightning_sdpipe.exchange.outer_model import AVERAGE, Nesterov
 from lightning_sdpipe.simulate import Work, jittered
 from recipes.suites.courses import Step, dealt, in_step
@@ -190,6 +191,8 @@ def measure(asked: Learning) -> Row:
     method = seeded(asked.method, asked.seed)
     jointly, n = isinstance(method, AllReduce), asked.num_pipelines
     rounds = LocalSGD(method.every) if isinstance(method, DiLoCo) else None
+    if rounds and method != DiLoCo(method.every, method.lr, method.momentum):
+        raise ConfigurationError(f"{method} is not simulated here: only its every, lr and momentum are.")
     outer = Nesterov(method.lr, method.momentum) if rounds else AVERAGE
     replicas = Replicas(asked.workload, n, asked.passes, asked.seed, jointly, asked.variance_correction, outer)
     work, total = asked.work(replicas.iterations), asked.passes * replicas.iterations * n
@@ -221,13 +224,8 @@ def measure(asked: Learning) -> Row:
             else:
                 replicas.mean(event)
         look(event.at)
-    return {
-        "iterations": replicas.iterations,
-        "seconds": curve[-1][0],
-        "samples": curve[-1][1],
-        "final": curve[-1][2],
-        "curve": curve,
-    }
+    seconds, samples, final = curve[-1]
+    return {"iterations": replicas.iterations, "seconds": seconds, "samples": samples, "final": final, "curve": curve}
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
